@@ -84,7 +84,8 @@ MEGATRON = Passed(
         r"barrier_with_L1_time|log_max_attention_logit|transformer_impl|moe_pad\w+|moe_token_drop_policy|"
         r"moe_(deepep|hybridep)_num_sms|moe_(ncclep|enable_deepep)\w*|masked_softmax_fusion|"
         r"hetereogenous_dist_checkpoint|moe_layer_recompute|rotary_percent|bias_dropout_fusion|"
-        r"persist_layer_norm|memory_efficient_layer_norm|deterministic_mode": _UNREAD,
+        r"persist_layer_norm|memory_efficient_layer_norm|deterministic_mode|attention_softmax_in_fp32|"
+        r"pipeline_model_parallel_comm_backend|use_fused_weighted_squared_relu": _UNREAD,
         r"(mup|use_mup|qk_clip|experimental|mrope|heterogeneous)\w*|qk_l2_norm|no_rope_freq|"
         r"apply_\w+(layernorm|scaling)|layernorm_zero_centered_gamma|rotary_interleaved|softmax_scale|"
         r"attention_output_gate|multi_latent_attention|is_hybrid_model|moe_latent_size|moe_shared_expert_gate|"
@@ -92,6 +93,8 @@ MEGATRON = Passed(
         r"\w*(gtp|num_weight_shards|in_\w+_pipeline_stage|in_pipeline_split)\w*|hierarchical_context\w+|"
         r"hybrid_context_parallel|max_seqlen_per_dp_cp_rank|mtp_standalone|use_ring_exchange_p2p": _LAYOUT,
         "moe_z_loss_coeff": "its weight would depend on how a batch is cut into microbatches",
+        "microbatch_group_size_per_vp_stage": "a pass may have no more microbatches than parallel.pipeline",
+        "num_microbatches_with_partial_activation_checkpoints": "all microbatches recompute the same layers",
     },
     engine=r"fp32_residual_connection|(fp8|fp4|tp_comm|use_te|use_kitchen|kitchen)\w*|apply_rope_fusion|fused_(single|residual)\w+|"
     r"use_transformer_engine_op_fuser|attention_backend|flash_attention_version|cp_comm_type|tp_only_amax_red|"
@@ -112,7 +115,8 @@ OPTIMIZER = Passed(
         "timers": _OBJECT,
         r"(muon|adaptive_muon|lion|soap|sgd|loss_scale|initial_loss|min_loss)_\w+|loss_scale|hysteresis": _ADAM,
         r"config_logger_dir|barrier_with_L1_time|log_num_zeros_in_grad|optimizer_cuda_graph|main_grads_dtype|"
-        r"num_buckets|overlap_param_gather_with_optimizer_step|use_layer_wise_distributed_optimizer": _UNREAD,
+        r"num_buckets|overlap_param_gather_with_optimizer_step|use_layer_wise_distributed_optimizer|"
+        r"use_torch_optimizer_for_cpu_offload|pin_cpu_params": _UNREAD,
         r"\w*fsdp\w*|use_custom_fsdp|\w+_sharding_strategy|keep_fp8_transpose_cache|"
         r"suggested_communication_unit_size|gradient_reduce_div_fusion": "the trainer does not use Megatron's FSDP",
         r"grad_norm_skip_threshold|check_for_\w+": "guards decides which updates are skipped",
@@ -315,6 +319,24 @@ def _optimizer_problems(config: Config) -> Iterator[Problem]:
                 got=passed[key],
                 expected="float32",
                 do="remove it, or set use_precision_aware_optimizer to true, without optimizer_cpu_offload",
+            )
+    for key, needed, there in (
+        ("pin_cpu_grads", "optimizer_cpu_offload", moves),
+        (overlap, "optimizer_cpu_offload", moves),
+        ("decoupled_min_lr", "decoupled_lr", passed.get("decoupled_lr") is not None),
+        (
+            "store_param_remainders",
+            "use_precision_aware_optimizer, without optimizer_cpu_offload",
+            apart == ["use_precision_aware_optimizer"],
+        ),
+    ):
+        value = passed.get(key)
+        if not (there or value is None or value is False):
+            yield describe(
+                f"has an effect only with {needed}",
+                where={"key": f"train.megatron_optimizer.{key}"},
+                got=value,
+                do=f"remove it, or set {needed}",
             )
     if apart and config.placement.experts != "natural":
         yield describe(

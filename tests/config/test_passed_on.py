@@ -52,6 +52,11 @@ def test_fields_of_the_installed_versions_are_taken(tmp_path):
         ("train.megatron.timers=null", {}),
         ("train.megatron.inference_rng_tracker=true", {}),
         ("train.megatron.rotary_interleaved=true", {}),
+        ("train.megatron.attention_softmax_in_fp32=true", {"do": "remove it"}),
+        ("train.megatron.pipeline_model_parallel_comm_backend=ucc", {"do": "remove it"}),
+        ("train.megatron.use_fused_weighted_squared_relu=true", {"do": "remove it"}),
+        ("train.megatron.microbatch_group_size_per_vp_stage=4", {"got": 4, "do": "remove it"}),
+        ("train.megatron.num_microbatches_with_partial_activation_checkpoints=1", {"got": 1, "do": "remove it"}),
         ("train.megatron_optimizer.exp_avg_dtype=int4", {"expected": ("float32", "bfloat16")}),
         ("train.megatron_optimizer.exp_avg_dtype=float16", {"expected": ("float32", "bfloat16")}),
         ("train.megatron_optimizer.exp_avg_sq_dtype=uint8", {"expected": ("float32", "bfloat16")}),
@@ -60,6 +65,12 @@ def test_fields_of_the_installed_versions_are_taken(tmp_path):
         ("train.megatron_optimizer.exp_avg_dtype=int16", {"expected": ("float32", "bfloat16")}),
         ("train.megatron_optimizer.overlap_param_gather=true", {}),
         ("train.megatron_optimizer.bucket_size=1000", {"got": 1000, "do": "overlap_grad_reduce to true"}),
+        ("train.megatron_optimizer.use_torch_optimizer_for_cpu_offload=true", {"do": "remove it"}),
+        ("train.megatron_optimizer.pin_cpu_params=true", {"do": "remove it"}),
+        ("train.megatron_optimizer.pin_cpu_grads=true", {"do": "set optimizer_cpu_offload"}),
+        ("train.megatron_optimizer.overlap_cpu_optimizer_d2h_h2d=true", {"do": "set optimizer_cpu_offload"}),
+        ("train.megatron_optimizer.decoupled_min_lr=0.0", {"got": 0.0, "do": "set decoupled_lr"}),
+        ("train.megatron_optimizer.store_param_remainders=true", {"do": "set use_precision_aware_optimizer"}),
         ("train.megatron_optimizer.lr=0.1", {"got": 0.1}),
         ("rollout.vllm.max_num_seqs=3", {"do": "rollout.max_concurrent"}),
         ("rollout.vllm.enforce_eager=false", {"do": "rollout.cuda_graphs"}),
@@ -89,6 +100,8 @@ def test_what_is_unknown_or_breaks_a_run_is_refused_by_name(override, facts):
          "exp_avg_sq_dtype", {"do": "use_precision_aware_optimizer to true"}),
         ("bfloat16", "exp_avg_dtype: float16", "exp_avg_dtype", {"expected": ("float32", "bfloat16")}),
         ("bfloat16", "exp_avg_sq_dtype: uint8", "exp_avg_sq_dtype", {"expected": ("float32", "bfloat16")}),
+        ("bfloat16", "optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0, store_param_remainders: true",
+         "store_param_remainders", {"got": True, "do": "without optimizer_cpu_offload"}),
         ("float32", "use_precision_aware_optimizer: true", "use_precision_aware_optimizer",
          {"got": True, "given": "train.dtype is float32", "do": "train.dtype to bfloat16"}),
     ],
@@ -104,6 +117,8 @@ def test_settings_of_the_optimizer_that_go_together_are_taken():
     moved = "use_precision_aware_optimizer: true, optimizer_cpu_offload: true, optimizer_offload_fraction: 0.5"
     assert found("train.dtype=bfloat16", f"train.megatron_optimizer={{{moved}, exp_avg_dtype: float32}}") == []
     assert found("train.megatron_optimizer={optimizer_cpu_offload: false, optimizer_offload_fraction: 0.0}") == []
+    off = "overlap_cpu_optimizer_d2h_h2d: false, pin_cpu_grads: false, store_param_remainders: false"
+    assert found(f"train.megatron_optimizer={{{off}, decoupled_lr: 0.01, decoupled_min_lr: 0.0}}") == []
 
 
 @pytest.mark.parametrize(
