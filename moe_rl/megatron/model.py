@@ -341,7 +341,8 @@ def wrap_for_training(
     ddp_settings = {"use_distributed_optimizer": train.distributed_optimizer, "grad_reduce_in_fp32": True}
     # A device sums gradients while it computes others.
     ddp_settings |= {"overlap_grad_reduce": torch.cuda.is_available(), "delay_wgrad_compute": train.delay_wgrad_compute}
-    ddp_config = DistributedDataParallelConfig(**ddp_settings | _of(DistributedDataParallelConfig, passed))
+    with _naming("train.megatron_optimizer", passed):
+        ddp_config = DistributedDataParallelConfig(**ddp_settings | _of(DistributedDataParallelConfig, passed))
     # In later chunks all gradients are ready at the same time: buckets would only make more, smaller messages.
     chunks = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)

@@ -83,6 +83,10 @@ def test_matrix_products_in_bfloat16_may_be_summed_in_float32(one_rank):
         ({"megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}}, "train.megatron"),
         ({"megatron": {"mla_down_proj_fusion": True}}, "train.megatron"),
         ({"megatron_optimizer": {"exp_avg_dtype": "bfloat16"}}, "train.megatron_optimizer"),
+        (
+            {"megatron_optimizer": {"param_name_patterns_for_fp32_local_accumulation": ["all"]}},
+            "train.megatron_optimizer",
+        ),
     ],
 )
 def test_what_megatron_refuses_names_the_mapping(one_rank, passed, key):
