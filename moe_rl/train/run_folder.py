@@ -33,6 +33,7 @@ from typing import Any, TextIO
 from moe_rl import checkpoint_folder
 from moe_rl.config.load import anchored, config_of, dump_config, load_config
 from moe_rl.config.schema import Config
+from moe_rl.config.training import TrainConfig
 from moe_rl.disk import refusal, write_whole
 from moe_rl.errors import About, ConfigError, DiskError, MoeRLError, Problem, describe
 from moe_rl.models.hf import expected_tensors, read_model
@@ -203,18 +204,31 @@ def start_problems(config: Config) -> list[Problem]:
                 )
             )
     if start.from_optimizer:
-        for key in ("dtype", "distributed_optimizer"):
-            their, our = getattr(start_config.train, key), getattr(config.train, key)
-            if their != our:
-                problems.append(
-                    describe(
-                        "the optimizer of that run has another form",
-                        where={"key": f"train.{key}", "given": "model.from_optimizer is true"},
-                        got=our,
-                        expected=f"{their}, as in {start.from_run}",
-                    )
-                )
+        their, our = _optimizer_form(start_config.train), _optimizer_form(config.train)
+        problems += [
+            describe(
+                "the optimizer of that run has another form",
+                where={"key": f"train.{key}", "given": "model.from_optimizer is true"},
+                got=our[key],
+                expected=f"{form}, as in {start.from_run}",
+                do="set it as config.yaml in that folder has it",
+            )
+            for key, form in their.items()
+            if our[key] != form
+        ]
     return problems
+
+
+def _optimizer_form(train: TrainConfig) -> dict[str, object]:
+    """Return the form in which a checkpoint holds the optimizer's state, by the key of `train` that decides it."""
+    passed = train.megatron_optimizer
+    on_gpu = passed.get("use_precision_aware_optimizer") and not passed.get("optimizer_cpu_offload")
+    remainders = on_gpu and passed.get("store_param_remainders", True)
+    return {
+        "dtype": train.dtype,
+        "distributed_optimizer": train.distributed_optimizer,
+        "megatron_optimizer": "main weights of 16 bits" if remainders else "main weights of 32 bits",
+    }
 
 
 def changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

@@ -17,7 +17,7 @@ from moe_rl.report import history
 from moe_rl.tasks.tokenizer import ChatTemplate
 from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder, held
-from tests.support.refusals import refused
+from tests.support.refusals import refused, tells
 
 HOLD = """
 import sys
@@ -152,3 +152,30 @@ def test_what_is_left_of_a_run_that_was_killed_is_waited_for(tmp_path, rank):
         # No later run may lock the folder before this one ends, but its own ranks may.
         with held(RunFolder(tmp_path), first=False):
             assert os.path.exists(tmp_path / "run.lock")
+
+
+def test_an_optimizer_with_another_form_of_main_weights_is_not_taken_over(tmp_path):
+    """A checkpoint holds float32 weights whole, or only the 16 bits that the bfloat16 weights lack."""
+    aware = "use_precision_aware_optimizer: true"
+    halves = f"{{{aware}}}"
+    whole = (
+        "{}",
+        f"{{{aware}, store_param_remainders: false}}",
+        f"{{{aware}, optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0}}",
+    )
+    (tmp_path / "checkpoints/step-000004").mkdir(parents=True)
+
+    def config(passed, *overrides):
+        return load_config("tiny_moe_cpu", ["train.dtype=bfloat16", f"train.megatron_optimizer={passed}", *overrides])
+
+    def told(theirs, ours):
+        (tmp_path / "config.yaml").write_text(dump_config(config(theirs)))
+        start = (f"model.from_run={tmp_path}", "model.from_optimizer=true")
+        return run_folder.start_problems(config(ours, *start))
+
+    assert told(halves, halves) == told(whole[0], whole[1]) == told(whole[2], whole[0]) == []
+    for form in whole:
+        for pair, bits in (((form, halves), (16, 32)), ((halves, form), (32, 16))):
+            (problem,) = told(*pair)
+            key = "train.megatron_optimizer"
+            tells(problem, key=key, got=f"main weights of {bits[0]} bits", expected=(f"{bits[1]} bits", tmp_path))
