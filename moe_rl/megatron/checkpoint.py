@@ -8,7 +8,7 @@ read as a whole. A rank reads each piece that it needs once, and uses it only if
 it.
 
 Megatron's files hold whole tensors, named by their place in the model, so that any layout can load them. Only random
-generators belong to ranks: another layout seeds them again.
+generators belong to ranks: another layout, or another kind of device, seeds them again.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ def layout(parallel: ParallelConfig) -> dict[str, int]:
 def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int, fields: Sequence[str] = ()) -> dict:
     """Restore weights, optimizer and random generators. All ranks call this together.
 
-    The layout may differ from that of the save. The generators are then seeded from `seed`, the run's seed, and the
-    step.
+    The layout may differ from that of the save, and so may the kind of device, CPU or GPU. The generators are then
+    seeded from `seed`, the run's seed, and the step.
 
     Args:
         fields: Fields of the `state` given to `save` that the caller reads.
 
     Returns:
-        The `state` given to `save`, with `step`, `updates`, the `layout` that wrote the checkpoint, and `optimizer`,
-            which `check_optimizer` compares.
+        The `state` given to `save`, with `step`, `updates`, the `layout` that wrote the checkpoint, `optimizer`, which
+            `check_optimizer` compares, and `seeded`, whether the generators were seeded.
 
     Raises:
         CheckpointError: A file or a field is missing, or a file is damaged, foreign, or belongs to another model.
@@ -88,11 +88,12 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int, fie
     state, pieces = _verified(path, fields)
     _restore(path, policy, state["optimizer_step"], pieces)
     policy.updates = state["updates"]
-    if state["layout"] == layout(parallel):
-        rng.set_state(load_file(path / f"rng-rank{dist.get_rank()}.safetensors"))
-    else:
-        rng.seed(seed, state["step"])
-    return state
+    generators = path / f"rng-rank{dist.get_rank()}.safetensors"
+    if state["layout"] == layout(parallel) and rng.fits(saved := load_file(generators)):
+        rng.set_state(saved)
+        return {**state, "seeded": False}
+    rng.seed(seed, state["step"])
+    return {**state, "seeded": True}
 
 
 def load_start(path: Path, policy: Policy, *, optimizer: bool) -> None:

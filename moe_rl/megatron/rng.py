@@ -14,7 +14,7 @@ def seed(run_seed: int, step: int) -> None:
     """Seed every stream again, from the run's seed and the number of finished steps. Ranks get different seeds where
     Megatron needs them.
 
-    Used when a run continues with another layout, for which no saved streams exist.
+    Used when a run continues with another layout, or on another kind of device, for which no saved streams exist.
     """
     tensor_parallel.model_parallel_cuda_manual_seed(run_seed + step * _STRIDE)
     torch.manual_seed(run_seed + step * _STRIDE)
@@ -30,8 +30,13 @@ def state() -> dict[str, torch.Tensor]:
     }
 
 
+def fits(saved: dict[str, torch.Tensor]) -> bool:
+    """Return whether a rank on this kind of device wrote the state: the generators of CPUs and GPUs differ."""
+    return len(saved["device"]) == len(torch.cuda.get_rng_state())
+
+
 def set_state(saved: dict[str, torch.Tensor]) -> None:
-    """Restore every generator to what `state` returned on a rank of the same layout."""
+    """Restore every generator to what `state` returned on a rank of the same layout and kind of device."""
     torch.cuda.set_rng_state(saved["device"])
     torch.set_rng_state(saved["host"])
     streams = {name.removeprefix("tracker."): s for name, s in saved.items() if name.startswith("tracker.")}

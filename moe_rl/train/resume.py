@@ -138,7 +138,6 @@ def restore(trainer: Trainer, done: int) -> None:
     this."""
     parallel = trainer.config.parallel
     path: Path | None = None
-    before: dict[str, int] | None = None
     if done:
         path = checkpoints.find(trainer.folder.checkpoints, done)
         seed = trainer.config.run.seed
@@ -146,7 +145,6 @@ def restore(trainer: Trainer, done: int) -> None:
         trainer.train_step.guards.restore(state["guards"])
         trainer.keeping.progress.restore(state["evaluations"])
         trainer.train_step.placement.restore(checkpoint.run_tensors(path))
-        before = state["layout"]
         trainer.keeping.checkpoints.last = done
         if trainer.main is not None:
             check_of_this_run(path, state["ledger"], trainer.main.rollouts.ledger.digest(done))
@@ -160,12 +158,11 @@ def restore(trainer: Trainer, done: int) -> None:
         main.log.rewind(done + 1)
         main.samples.rewind(done + 1)
         main.timeline.rewind(done + 1)
-        now = checkpoint.layout(parallel)
-        if before is not None and before != now:
+        if path is not None and state["seeded"]:
+            before, now = state["layout"], checkpoint.layout(parallel)
             changed = [f"{name} {before.get(name)} -> {n}" for name, n in now.items() if before.get(name) != n]
-            main.log.note(
-                f"the parallel layout changed: {', '.join(changed)}; random generators are seeded again from run.seed"
-            )
+            why = f"the parallel layout changed: {', '.join(changed)}" if changed else "the kind of device changed"
+            main.log.note(f"{why}; random generators are seeded again from run.seed")
     if path is not None:  # last, because nothing may have changed the optimizer since it was loaded
         checkpoint.check_optimizer(path, trainer.policy, state["optimizer"])
 

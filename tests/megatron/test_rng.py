@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 
+from moe_rl.config.training import ParallelConfig
 from moe_rl.megatron import rng  # must come before megatron.core, because it chooses the device backend
 from moe_rl.megatron.rng import tensor_parallel
 
@@ -50,3 +51,25 @@ def test_upstream_restores_no_stream_without_cuda(monkeypatch):
     monkeypatch.setattr(tensor_parallel.random, "_set_cuda_rng_state", released._set_cuda_rng_state)
     straight, resumed = interrupted()
     assert all(straight[name] != resumed[name] for name in STREAMS if name != STREAMS[1])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_streams_of_another_kind_of_device_are_seeded_again(one_rank, tmp_path, monkeypatch):
+    """The state of a GPU's generator has 16 bytes."""
+    from moe_rl.megatron import checkpoint
+    from moe_rl.megatron.saving import Checkpoints
+    from tests.megatron.test_schedule import Run
+
+    policy, own = Run().policy, rng.state()
+    other = {name: values if name == "host" else torch.zeros(16, dtype=torch.uint8) for name, values in own.items()}
+    assert len(own) > 2
+    for step, written in ((1, own), (2, other)):
+        with monkeypatch.context() as patched:
+            patched.setattr(rng, "state", lambda written=written: written)
+            Checkpoints(tmp_path, ParallelConfig(), keep=2, asynchronous=False).save(step, policy, {})
+        rng.seed(3, step)
+        again = own if step == 1 else rng.state()
+        rng.seed(4, step)
+        state = checkpoint.load(tmp_path / f"step-{step:06d}", policy, parallel=ParallelConfig(), seed=3)
+        assert state["seeded"] == (written is other)
+        assert all(torch.equal(again[name], values) for name, values in rng.state().items())

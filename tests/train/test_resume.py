@@ -3,6 +3,7 @@ not."""
 
 import dataclasses
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -275,6 +276,32 @@ def test_a_checkpoint_that_lacks_a_field_is_refused_before_anything_changes(tmp_
     (path / checkpoint.STATE).write_text(checkpoint.sealed(whole))
     with pytest.raises(CheckpointError, match="not a distributed checkpoint"):  # all fields are there; tensors are next
         restore(trainer, 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "seeded", "why"),
+    [
+        ({}, False, ""),
+        ({"expert": 2}, True, "the parallel layout changed: expert 2 -> 1"),
+        ({}, True, "the kind of device changed"),
+    ],
+)
+def test_why_random_generators_are_seeded_again_is_told(tmp_path, monkeypatch, before, seeded, why):
+    (tmp_path / checkpoints.name_of(1)).mkdir()
+    parallel, trainer = ParallelConfig(), mock.MagicMock()
+    monkeypatch.setattr(world.dist, "get_world_size", lambda: 1)
+    state = {"guards": {}, "evaluations": [], "ledger": "digest", "optimizer": {}, "seeded": seeded}
+    state |= {"layout": checkpoint.layout(parallel) | before}
+    monkeypatch.setattr(checkpoint, "load", lambda *_, **__: state)
+    monkeypatch.setattr(checkpoint, "check_optimizer", lambda *_: None)
+    monkeypatch.setattr(resume, "_restore_rollouts", lambda *_: None)
+    trainer.config.parallel = parallel
+    trainer.folder.checkpoints = trainer.folder.exports = tmp_path
+    trainer.keeping.progress.best_step = None
+    trainer.main.rollouts.ledger.digest.return_value = "digest"
+    restore(trainer, 1)
+    told = [call.args[0] for call in trainer.main.log.note.call_args_list]
+    assert told == [f"{why}; random generators are seeded again from run.seed"] * bool(why)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
