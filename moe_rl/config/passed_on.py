@@ -201,6 +201,7 @@ def passed_problems(config: Config) -> Iterator[Problem]:
         yield from setting_problems(mapping, name, value, recompute=config.train.recompute)
     yield from _dispatcher_problems(config)
     yield from _optimizer_problems(config)
+    yield from _draft_problems(config)
 
 
 def setting_problems(mapping: str, name: str, value: Any, *, recompute: str) -> Iterator[Problem]:
@@ -351,6 +352,20 @@ def _optimizer_problems(config: Config) -> Iterator[Problem]:
             where={"key": "train.distributed_optimizer", "given": f"train.megatron_optimizer.{apart[0]} is true"},
             got=False,
             expected=True,
+        )
+
+
+def _draft_problems(config: Config) -> Iterator[Problem]:
+    """Yield a problem if rows of drafts would be counted that are never written, see `vllm.arguments.synchronous`."""
+    passed = config.rollout.vllm
+    drafts = [name for name in passed if re.match("spec(ulative)?_", name) and passed[name] is not None]
+    if drafts and passed.get("async_scheduling") and config.rollout.capture != "native":
+        yield describe(
+            "an asynchronous scheduler counts drafts before it knows which are accepted",
+            where={"key": "rollout.vllm.async_scheduling", "given": f"rollout.vllm.{drafts[0]} is set"},
+            got=passed["async_scheduling"],
+            expected=False,
+            do="remove it",
         )
 
 

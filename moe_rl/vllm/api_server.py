@@ -282,6 +282,7 @@ def _vllm_arguments(fixed: Mapping[str, Any], sizes: Mapping[str, object], furth
             option = f"--{name.replace('_', '-')}"
             raise EngineError("An argument of vLLM is reserved", where={"option": option}, got=value)
     native = "enable_return_routed_experts" in fixed
+    synchronous = arguments.synchronous(vars(parsed), native=native)
     workers = parsed.tensor_parallel_size * parsed.pipeline_parallel_size
     if workers % fixed.get("nnodes", 1):
         raise EngineError(
@@ -310,6 +311,12 @@ def _vllm_arguments(fixed: Mapping[str, Any], sizes: Mapping[str, object], furth
             "leave --no-enable-prefix-caching out, or choose --capture patch",
         ),
         (
+            bool(parsed.async_scheduling and synchronous),
+            "async_scheduling",
+            "With speculative decoding an asynchronous scheduler counts drafts before it knows which are accepted",
+            "leave it out",
+        ),
+        (
             parsed.enable_eplb,
             "enable_eplb",
             "vLLM loads weight updates without considering experts that its load balancer has moved",
@@ -319,7 +326,7 @@ def _vllm_arguments(fixed: Mapping[str, Any], sizes: Mapping[str, object], furth
         if wrong:
             option = f"--{name.replace('_', '-')}"
             raise EngineError(what, where={"option": option}, got=getattr(parsed, name), do=do)
-    vars(parsed).update(fixed)
+    vars(parsed).update({**fixed, **synchronous})
     validate_parsed_serve_args(parsed)
     return parsed
 

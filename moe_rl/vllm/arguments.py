@@ -136,6 +136,17 @@ def completed(sizes: Mapping[str, object]) -> dict[str, object]:
     return {**sizes, "enforce_eager": current_platform.is_cpu() if eager is None else eager}
 
 
+def synchronous(given: Mapping[str, object], *, native: bool = False) -> dict[str, object]:
+    """Return the argument that turns asynchronous scheduling off if `given` turns speculative decoding on.
+
+    An asynchronous scheduler counts all drafts of a step as computed until it learns which were accepted. The recorder
+    would read rows that were never written. vLLM's own capture (native) waits for what was accepted.
+    """
+    names = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+    speculates = any(given.get(name) is not None for name in names)
+    return {"async_scheduling": False} if speculates and not native else {}
+
+
 def unsized(*, share_given: bool) -> dict[str, object]:
     """Return the size of the KV cache if no run's config sets it: 1 GiB on a CPU, vLLM's own choice on a GPU.
 

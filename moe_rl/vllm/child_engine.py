@@ -177,6 +177,7 @@ class ChildEngine:
                 cuda_graphs=settings.cuda_graphs,
                 passed=settings.passed,
             )
+            | arguments.synchronous(settings.passed, native=settings.capture == "native")
             | arguments.fixed(
                 settings.model_path, capture=settings.capture, recording=recording, reads_text=settings.reads_text
             ),

@@ -51,6 +51,11 @@ def refuse_layout(config, *, uses_v2_runner: bool) -> None:
             "set the context parallel sizes to 1",
         ),
         (parallel.use_ubatching, "the second micro-batch overwrites the first", "turn enable_dbo and ubatch_size off"),
+        (
+            config.speculative_config is not None and config.scheduler_config.async_scheduling,
+            "an asynchronous scheduler counts drafts before it knows which are accepted",
+            "set async_scheduling to false",
+        ),
         (config.kv_transfer_config is not None, "a KV connector moves blocks unseen", "drop kv_transfer_config"),
         (
             uses_v2_runner,

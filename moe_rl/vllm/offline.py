@@ -186,6 +186,7 @@ def record(
     # Prompts may be texts here, and the caller's arguments override all that recording does not need.
     defaults = arguments.fixed(Path(model), capture=capture, recording=recording, reads_text=True)
     defaults |= arguments.unsized(share_given="gpu_memory_utilization" in of_vllm)
+    defaults |= arguments.synchronous(of_vllm)
     llm = vllm.LLM(**defaults | of_vllm)
     return RecordingLLM(llm, WorkerSource(llm, capture), TraceStore(root), spec, folder)
 

@@ -87,6 +87,15 @@ def test_what_is_unknown_or_breaks_a_run_is_refused_by_name(override, facts):
     tells(problem, key=override.partition("=")[0], **facts)
 
 
+@pytest.mark.parametrize("drafts", ["speculative_config: {method: mtp}", "spec_method: mtp"])
+def test_drafts_are_not_scheduled_before_it_is_known_which_are_accepted(drafts):
+    given = f"rollout.vllm={{{drafts}, async_scheduling: true}}"
+    (problem,) = found(given)
+    tells(problem, key="rollout.vllm.async_scheduling", given=f"rollout.vllm.{drafts.partition(':')[0]} is set")
+    assert found(given.replace("true", "false")) == found("rollout.vllm={async_scheduling: true}") == []
+    assert found(given, "rollout.capture=native") == []
+
+
 @pytest.mark.parametrize(
     ("dtype", "passed", "key", "facts"),
     [

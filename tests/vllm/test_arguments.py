@@ -22,6 +22,7 @@ from tests.support.refusals import refused
 CONFIG = "configs/tiny_moe_cpu.yaml"
 ONLY_SERVER = {"host", "port", "enable_scale_out", "scheduling_policy", "middleware"}
 ONLY_SERVER |= {"enable_expert_parallel", "stream_interval"}
+NATIVE = {"enable_return_routed_experts": True}
 
 
 class _Started(Exception):
@@ -71,6 +72,13 @@ def of_server(tmp_path):
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def parsed(monkeypatch):
+    """Return what becomes of a server's command line for vLLM."""
+    monkeypatch.setattr("vllm.entrypoints.serve.utils.api_utils.cli_env_setup", lambda: None)
+    return lambda fixed, *further: api_server._vllm_arguments(fixed, {}, further)
+
+
 @pytest.mark.parametrize(
     "overrides", [(), ("rollout.capture=worker", "rollout.keep_sampling_mask=true", "objective.score_centering=5")]
 )
@@ -101,6 +109,23 @@ def test_what_the_config_passes_on_reaches_both(of_engine, of_server):
         assert {name: given[name] for name in PASSED} == PASSED
 
 
+def test_drafts_are_scheduled_only_when_it_is_known_which_were_accepted(of_engine, of_server, monkeypatch):
+    monkeypatch.setattr(arguments, "_refuse_native", lambda recording: None)
+    drafts = "rollout.vllm={speculative_config: {method: ngram, num_speculative_tokens: 2}}"
+    for start in (of_engine, of_server):
+        assert start(drafts)["async_scheduling"] is False
+        for vllm_decides in (start(), start(drafts, "rollout.capture=native")):
+            assert vllm_decides.get("async_scheduling") is None
+    assert of_server(further=("--spec-method", "ngram", "--spec-tokens", "2"))["async_scheduling"] is False
+
+
+def test_a_server_refuses_to_schedule_drafts_before_it_is_known_which_were_accepted(parsed):
+    drafts = ("--spec-method", "ngram", "--spec-tokens", "2", "--async-scheduling")
+    with refused(EngineError, got=True, option="--async-scheduling"):
+        parsed({}, *drafts)
+    assert parsed(NATIVE, *drafts).async_scheduling is parsed({}, "--async-scheduling").async_scheduling is True
+
+
 def test_workers_get_no_recorder_where_vllm_captures_itself(of_engine, of_server, monkeypatch):
     monkeypatch.setattr(arguments, "_refuse_native", lambda recording: None)
     for start in (of_engine, of_server):
@@ -110,13 +135,12 @@ def test_workers_get_no_recorder_where_vllm_captures_itself(of_engine, of_server
             assert bool(given.get("enable_return_routed_experts")) == native
 
 
-def test_a_server_without_weights_has_no_draft_that_needs_some(monkeypatch):
+def test_a_server_without_weights_has_no_draft_that_needs_some(parsed):
     """A run sends the draft none, so it would propose nonsense for ever."""
-    monkeypatch.setattr("vllm.entrypoints.serve.utils.api_utils.cli_env_setup", lambda: None)
 
     def started(load: str, method: str):
         draft = json.dumps({"method": method, "num_speculative_tokens": 2})
-        return api_server._vllm_arguments({}, {}, ("--load-format", load, "--speculative-config", draft))
+        return parsed({}, "--load-format", load, "--speculative-config", draft)
 
     assert started("dummy", "ngram").load_format == "dummy"
     assert started("auto", "mtp").speculative_config["method"] == "mtp"

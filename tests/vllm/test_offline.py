@@ -65,6 +65,16 @@ def test_a_kv_cache_that_nobody_sizes_is_small_on_a_cpu(given):
     assert given.items() <= started.items()
 
 
+@pytest.mark.parametrize("asked", [None, True])
+def test_drafts_are_scheduled_synchronously_if_the_caller_says_nothing(asked):
+    import vllm
+
+    given = {"speculative_config": {"method": "ngram"}} | ({} if asked is None else {"async_scheduling": asked})
+    with patch.object(vllm, "LLM", side_effect=InterruptedError) as llm, pytest.raises(InterruptedError):
+        record(POLICY, **given)
+    assert llm.call_args.kwargs["async_scheduling"] is bool(asked)  # with True the worker refuses to record
+
+
 @pytest.mark.parametrize("prompts", ["What is 2 + 3?", [20, 21, 14], [{"prompt_token_ids": [20, 21]}]])
 def test_a_single_prompt_is_no_list_of_prompts(prompts):
     """A text would be sampled letter by letter."""

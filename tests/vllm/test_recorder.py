@@ -526,8 +526,10 @@ def vllm_config(**changes) -> SimpleNamespace:
         "prefill_context_parallel_size": 1,
         "use_ubatching": False,
     }
-    other = {"kv_transfer_config": None, "additional_config": {}}
+    other = {"kv_transfer_config": None, "additional_config": {}, "speculative_config": None}
+    scheduler = SimpleNamespace(async_scheduling=changes.pop("async_scheduling", True))
     return SimpleNamespace(
+        scheduler_config=scheduler,
         parallel_config=SimpleNamespace(**(parallel | {k: v for k, v in changes.items() if k in parallel})),
         **(other | {k: v for k, v in changes.items() if k in other}),
     )
@@ -541,10 +543,12 @@ def vllm_config(**changes) -> SimpleNamespace:
         ({"prefill_context_parallel_size": 2}, "context-parallel.*sizes to 1"),
         ({"use_ubatching": True}, "micro-batch.*enable_dbo"),
         ({"kv_transfer_config": object()}, "KV connector.*kv_transfer_config"),
+        ({"speculative_config": object()}, "which are accepted.*async_scheduling to false"),
     ],
 )
 def test_layouts_that_would_record_wrongly_are_refused(changes, message):
     refuse_layout(vllm_config(), uses_v2_runner=False)
+    refuse_layout(vllm_config(speculative_config=object(), async_scheduling=False), uses_v2_runner=False)
     with pytest.raises(EngineError, match=message):
         refuse_layout(vllm_config(**changes), uses_v2_runner=False)
     with pytest.raises(EngineError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
