@@ -291,6 +291,7 @@ def _vllm_arguments(fixed: Mapping[str, Any], sizes: Mapping[str, object], furth
             got=f"{fixed['nnodes']} nodes for {workers} workers",
             do="change it or --tensor-parallel-size, with a config cluster.gpus_per_engine",
         )
+    overwrites = "A micro-batch would overwrite the routes of the one before it"
     for wrong, name, what, do in (
         (
             parsed.data_parallel_size > 1 and not native,
@@ -316,6 +317,8 @@ def _vllm_arguments(fixed: Mapping[str, Any], sizes: Mapping[str, object], furth
             "With speculative decoding an asynchronous scheduler counts drafts before it knows which are accepted",
             "leave it out",
         ),
+        (parsed.enable_dbo, "enable_dbo", overwrites, "leave it out"),
+        (parsed.ubatch_size > 1, "ubatch_size", overwrites, "leave it out"),
         (
             parsed.enable_eplb,
             "enable_eplb",

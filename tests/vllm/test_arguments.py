@@ -126,6 +126,15 @@ def test_a_server_refuses_to_schedule_drafts_before_it_is_known_which_were_accep
     assert parsed(NATIVE, *drafts).async_scheduling is parsed({}, "--async-scheduling").async_scheduling is True
 
 
+@pytest.mark.parametrize("fixed", [{}, NATIVE])
+def test_a_server_refuses_micro_batches_whatever_captures(parsed, fixed):
+    """vLLM's own capturer writes each of them to the first rows of its buffer."""
+    with refused(EngineError, got=True, option="--enable-dbo"):
+        parsed(fixed, "--enable-dbo")
+    with refused(EngineError, got=2, option="--ubatch-size"):
+        parsed(fixed, "--ubatch-size", "2")
+
+
 def test_workers_get_no_recorder_where_vllm_captures_itself(of_engine, of_server, monkeypatch):
     monkeypatch.setattr(arguments, "_refuse_native", lambda recording: None)
     for start in (of_engine, of_server):
