@@ -180,6 +180,11 @@ def refuse_unpatched(config, applied: Set[str], *, on_cpu: bool) -> None:
             "0008",
             f"latent attention in {model.dtype} by AMX",
         ),
+        (
+            on_cpu and config.speculative_config is not None,
+            "0011",
+            "the temperatures of drafted tokens on a CPU",
+        ),
         (refused and model.dtype != torch.float32, "0009", "AMX, which this CPU has but its Linux does not grant"),
     ):
         if wrong and patch not in applied:

@@ -190,6 +190,7 @@ def _sample(llm, act: dict) -> dict:
         arguments = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False} | request
         engine.add_request(name, prompt_of_vllm, SamplingParams(**arguments, extra_args=extra))
         requests[name] = {"key": key, "prompt": prompt, "n": arguments.get("n", 1), "samples": {}}
+        requests[name]["temperature"] = arguments["temperature"] or 1.0  # greedy: log-probabilities as they are
     steps, aborted = 0, []
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -214,7 +215,7 @@ def _sample(llm, act: dict) -> dict:
             key = f"{request['key']}/{index}" if request["n"] > 1 else request["key"]
             completions.append(
                 {"key": key, "prompt": request["prompt"], "token_ids": token_ids, "logprobs": logprobs,
-                 "versions": versions, "aborted": key in aborted}
+                 "temperature": request["temperature"], "versions": versions, "aborted": key in aborted}
             )  # fmt: skip
     sequences = {one["key"]: [*one["prompt"], *one["token_ids"][:-1]] for one in completions}
     llm.collective_rpc("moe_rl_publish", args=(sink, sink, sequences, aborted))

@@ -206,7 +206,7 @@ def test_the_command(tree, checkout, tmp_path):
     assert unpatched.returncode == 2
     assert "not patched" in unpatched.stderr
     assert json.loads(report.read_text())["state"] == "pristine"
-    for path, count in ((tree, 10), (checkout, 2)):
+    for path, count in ((tree, 11), (checkout, 2)):
         names = list(patches.inspect(path).patches)
         assert len(names) == count
         applied = run("--vllm", path, "--apply", "--json", report)
