@@ -255,6 +255,7 @@ def _in_own_engine(config: Config) -> Config:
         "engines": 1,
         "in_flight": None,
         "weight_transfer": "auto",
+        "vllm": {name: value for name, value in config.rollout.vllm.items() if name != "stream_interval"},
     }
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=own)})
 

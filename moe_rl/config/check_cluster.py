@@ -34,8 +34,15 @@ def neighbour_problems(config: Config, world_size: int) -> Iterator[Problem]:
 
 def engine_problems(config: Config) -> Iterator[Problem]:
     """Yield a problem if the number of servers or engines differs from that of the cluster that the run is planned
-    for."""
+    for, or if an engine would get a setting of servers."""
     cluster, count, engines = config.cluster, len(config.rollout.servers), config.rollout.engines
+    if "stream_interval" in config.rollout.vllm and not has_servers(config):
+        yield describe(
+            "only servers send several tokens at once; an engine must tell which weights sampled each",
+            where={"key": "rollout.vllm.stream_interval", "given": "no rollout.servers"},
+            got=config.rollout.vllm["stream_interval"],
+            do="remove it",
+        )
     if engines > 1 and cluster is not None and (cluster.engines, cluster.gpus_per_engine) != (engines, 1):
         yield describe(
             "the cluster does not have these engines, each of which shares the GPU of one rank",

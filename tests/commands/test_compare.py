@@ -144,10 +144,11 @@ def test_prompts_of_an_environment_are_not_sampled(run, arguments, option):
 @pytest.mark.parametrize(
     "sampled",
     [
-        ["rollout.servers=[http://127.0.0.1:8000]", "rollout.token_file=t", "rollout.weight_transfer=broadcast"],
+        ["rollout.servers=[http://127.0.0.1:8000]", "rollout.token_file=t", "rollout.weight_transfer=broadcast",
+         "rollout.vllm.stream_interval=8"],
         ["rollout.engines=2", "rollout.in_flight=64", "rollout.weight_transfer=disk"],
     ],
-)
+)  # fmt: skip
 def test_what_is_checked_is_the_one_engine_that_samples(run, monkeypatch, capsys, sampled, world_size):
     monkeypatch.setenv("WORLD_SIZE", world_size) if world_size else monkeypatch.delenv("WORLD_SIZE", raising=False)
     (run / "config.yaml").write_text(dump_config(load_config(CONFIG, sampled)))

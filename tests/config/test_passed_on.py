@@ -16,6 +16,8 @@ TAKEN = [
     "train.dtype=bfloat16",
     "train.megatron_optimizer={use_precision_aware_optimizer: true, exp_avg_dtype: bfloat16, decoupled_lr: 0.01}",
     "rollout.vllm={speculative_config: {method: ngram}, kv_cache_dtype: fp8, stream_interval: 16}",
+    "rollout.servers=[http://10.0.0.5:8000]",
+    "rollout.token_file=token",
 ]
 
 

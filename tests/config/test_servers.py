@@ -20,6 +20,7 @@ from tests.support.refusals import tells
 
 CONFIG = "configs/tiny_moe_cpu.yaml"
 GOOD = ["rollout.servers=[http://10.0.0.5:8000,http://node-6:8000]", "rollout.token_file=token"]
+EVENTS = "rollout.vllm.stream_interval=16"
 CLUSTER = "cluster={gpus: 2, gpu_memory_gib: 79, engines: 2, gpus_per_engine: 2}"
 
 
@@ -30,6 +31,7 @@ def problems(*overrides: str) -> list[str]:
 def test_good_servers():
     assert problems() == problems(*GOOD) == problems(*GOOD, "rollout.max_lost_servers=1") == []
     assert problems(*GOOD, CLUSTER) == []
+    assert problems(*GOOD, EVENTS) == problems(CLUSTER, EVENTS) == []
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,8 @@ def test_good_servers():
         (["rollout.engines=2", CLUSTER], {"key": "cluster.engines", "got": "2 engines of 2 GPUs"}),
         (["rollout.engines=2", "cluster={gpus: 2, gpu_memory_gib: 79}"], {"key": "cluster.engines"}),
         ([*GOOD, CLUSTER.replace("engines: 2", "engines: 3")], {"key": "cluster.engines", "got": 3}),
+        ([EVENTS], {"key": "rollout.vllm.stream_interval", "given": "no rollout.servers", "got": 16}),
+        (["rollout.engines=2", EVENTS], {"key": "rollout.vllm.stream_interval"}),
     ],
 )
 def test_what_is_no_fleet_is_refused(overrides, facts):

@@ -98,7 +98,6 @@ PASSED = {
     "enable_prefix_caching": False,
     "block_size": 64,
     "max_num_batched_tokens": 96,
-    "stream_interval": 8,  # for a server 16 if not set
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
 }
 
@@ -107,6 +106,8 @@ def test_what_the_config_passes_on_reaches_both(of_engine, of_server):
     override = f"rollout.vllm={json.dumps(PASSED)}"
     for given in (of_engine(override), of_server(override)):
         assert {name: given[name] for name in PASSED} == PASSED
+    assert of_server()["stream_interval"] == 16
+    assert of_server("rollout.vllm.stream_interval=8")["stream_interval"] == 8
 
 
 def test_drafts_are_scheduled_only_when_it_is_known_which_were_accepted(of_engine, of_server, monkeypatch):
