@@ -124,7 +124,7 @@ class VllmEngine:
             self._name,
             "moe_rl.vllm.child",
             log_path=settings.log_path,
-            environment=child_environment(settings.capture, number, engines),
+            environment=child_environment(settings.capture, number, engines, compiles=settings.cuda_graphs),
             replies=wire.REPLIES,
             alive=wire.Alive,
             silence_seconds=settings.silence_seconds,

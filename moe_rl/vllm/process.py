@@ -30,7 +30,7 @@ def model_runner(capture: str) -> dict[str, str]:
     return {"VLLM_USE_V2_MODEL_RUNNER": "1" if capture == "native" else "0"}
 
 
-def child_environment(capture: str, number: int = 0, engines: int = 1) -> dict[str, str]:
+def child_environment(capture: str, number: int = 0, engines: int = 1, *, compiles: bool = False) -> dict[str, str]:
     """Return the child's environment: the parent's without torchrun's variables, plus settings that only variables can
     make.
 
@@ -38,6 +38,7 @@ def child_environment(capture: str, number: int = 0, engines: int = 1) -> dict[s
         capture: rollout.capture.
         number, engines: the child is engine `number` of so many on this host. It sees the GPU of the rank with that
             local number, and gets its part of the processor.
+        compiles: whether the child is an engine whose forward pass is compiled.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN)}
     root = str(Path(moe_rl.__file__).resolve().parents[1])
@@ -50,9 +51,12 @@ def child_environment(capture: str, number: int = 0, engines: int = 1) -> dict[s
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # vLLM compiles parts of its sampler even in eager mode, which takes seconds and needs a C++ compiler.
-        "TORCH_COMPILE_DISABLE": "1",
     }
+    if compiles:  # though this process, a trainer on a CPU or the pool, may not
+        settings |= dict.fromkeys(("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"), "0")
+    else:
+        # vLLM compiles parts of its sampler even in eager mode, which takes seconds and needs a C++ compiler.
+        settings["TORCH_COMPILE_DISABLE"] = "1"
     if engines > 1:
         gpus = inherited.get("CUDA_VISIBLE_DEVICES")
         visible = [str(gpu) for gpu in range(engines)] if gpus is None else gpus.split(",")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -161,6 +162,17 @@ def test_the_environment_of_the_ranks_does_not_reach_the_engine(monkeypatch):
     ]
     assert environment["OMP_NUM_THREADS"] != "99"
     assert environment["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_an_engine_is_compiled_only_if_it_uses_graphs(settings, monkeypatch, graphs):
+    """The pool and a trainer on a CPU, whose environment an engine inherits, compile nothing."""
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+        monkeypatch.setenv(name, "1")
+    with patch("moe_rl.rollout.engine.ChildProcess") as child:
+        VllmEngine(replace(settings, cuda_graphs=graphs), waits=False)
+    environment = child.call_args.kwargs["environment"]
+    assert environment["TORCH_COMPILE_DISABLE"] == environment["TORCHDYNAMO_DISABLE"] == str(int(not graphs))
 
 
 @pytest.mark.seeds(3)
