@@ -103,11 +103,15 @@ _MINUS = re.compile(r"(?<![\w\s.)}])\u2013(?=\d|\\frac|\.\d)")
 _MONEY = re.compile(
     r"(?<=\d)\s*(?:[\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd]|\s(?:dollars?|euros?|pounds?|USD|EUR|GBP|INR)\b)"
 )
-# Ends of a thought, which is no answer.
+# Ends of a thought, which is no answer, and its beginnings: the model's own, or the last text of the prompt.
 _THOUGHT = re.compile(
     "</(?:seed:)?think(?:ing)?>|</reasoning>|\u25c1/think\u25b7|\\[/THINK]|<\\|channel\\|>final<\\|message\\|>"
 )
-_UNFINISHED = re.compile(r"\s*<think(?:ing)?>")
+_BEGINNING = (
+    "<(?:seed:)?think(?:ing)?>|<reasoning>|\u25c1think\u25b7|\\[THINK]"
+    "|<\\|channel\\|>(?:analysis|commentary)(?:<\\|message\\|>)?"
+)
+_UNFINISHED, _BEGUN = re.compile(rf"\s*(?:{_BEGINNING})"), re.compile(rf"(?:{_BEGINNING})\s*\Z")
 _TAGGED = re.compile("<answer>(.*?)</answer>", re.DOTALL)
 # What follows "the answer is", until its sentence or its line ends.
 _CLAUSE = re.compile(
@@ -164,15 +168,18 @@ def math_verify() -> Callable[..., float]:
     return mathematically_equal
 
 
-def mathematically_equal(completion: str, answer: object, stop_string: str | None = None) -> float:
+def mathematically_equal(completion: str, answer: object, stop_string: str | None = None, prompt: str = "") -> float:
     """Return 1.0 if the completion's answer equals the LaTeX text `answer`; else 0.0.
 
-    `answer` may be between dollar signs, in a \\boxed{}, or without either. It may be a number.
+    `answer` may be between dollar signs, in a \\boxed{}, or without either. It may be a number. A thought that does not
+    end has no answer. Some chat templates begin the thought at the end of `prompt`.
 
     Raises:
         ValueError: the library finds no mathematics in `answer`.
     """
-    text, said = _final(completion + (stop_string if stop_string == "</answer>" else ""))
+    begun = _BEGUN.search(prompt)
+    said = (begun[0] if begun else "") + completion + (stop_string if stop_string == "</answer>" else "")
+    text, said = _final(said)
     if isinstance(answer, str) and (labelled := _LABELLED.fullmatch(answer)):
         answer = labelled[1] if _LABEL.match(said) else labelled[2]
     right, expected = _read_answer(answer)

@@ -4,6 +4,7 @@ import pytest
 
 from moe_rl.config.reward_kinds import MathVerifyReward
 from moe_rl.tasks.math_reward import mathematically_equal
+from moe_rl.tasks.reward_arguments import Columns
 from moe_rl.tasks.verifiers import RewardItem
 
 TABLE = [
@@ -346,6 +347,30 @@ TABLE = [
     (r"\boxed{**A**}", "A", 1),
     (r"\boxed{\(1,250\)}", "1250", 1),
     (r"<think>\boxed{7}", "7", 0),
+    (r"<reasoning>\boxed{7}", "7", 0),
+    (r"<reasoning>\boxed{5}</reasoning>\boxed{7}", "7", 1),
+    (r"[THINK]\boxed{7}", "7", 0),
+    (r"[THINK]\boxed{5}[/THINK]\boxed{7}", "7", 1),
+    (r"<seed:think>\boxed{7}", "7", 0),
+    (r"<seed:think>\boxed{5}</seed:think>\boxed{7}", "7", 1),
+    (r"◁think▷\boxed{7}", "7", 0),
+    (r"◁think▷\boxed{5}◁/think▷\boxed{7}", "7", 1),
+    (r"<|channel|>analysis<|message|>\boxed{7}", "7", 0),
+    (r"<|channel|>analysis<|message|>\boxed{7}<|end|><|start|>assistant<|channel|>commentary<|message|>7", "7", 0),
+    (r"<|channel|>final<|message|>\boxed{7}", "7", 1),
+]
+# Ends of prompts that begin a thought, a completion, the right answer, and whether they are equal.
+BEGUN = [
+    ("<think>\n", r"so \boxed{7}", "7", 0),
+    ("<think>\n", "the answer is 7", "7", 0),
+    ("<think>\n", r"so \boxed{5}</think>\boxed{7}", "7", 1),
+    ("<think>\n", r"so \boxed{7}</think>\boxed{5}", "7", 0),
+    ("<think>\n\n</think>\n\n", r"\boxed{7}", "7", 1),
+    ("Think between <think> and </think>.", r"\boxed{7}", "7", 1),
+    ("Begin with <think>.\n", r"\boxed{7}", "7", 1),
+    ("<seed:think>", r"\boxed{7}", "7", 0),
+    ("<|channel|>analysis<|message|>", r"\boxed{7}", "7", 0),
+    ("<|channel|>analysis<|message|>", r"5<|end|><|start|>assistant<|channel|>final<|message|>7", "7", 1),
 ]
 # Units and amounts: what the box holds, the right answer, and whether they are equal.
 UNITS = [
@@ -476,6 +501,13 @@ def test_the_verdict_is_right(completion, answer, equal):
     assert mathematically_equal(completion, answer) == equal
 
 
+@pytest.mark.parametrize(("prompt", "completion", "answer", "equal"), BEGUN)
+def test_a_thought_that_the_prompt_begins_has_an_end_before_the_answer(prompt, completion, answer, equal):
+    assert mathematically_equal(completion, answer, prompt=f"What is 3+4?{prompt}") == equal
+    with pytest.raises(ValueError, match="column answer"):
+        mathematically_equal(completion, "", prompt=prompt)
+
+
 def test_a_tag_that_ends_a_completion_as_a_stop_text_is_closed():
     said = "<answer>7 is wrong</answer> 12, so <answer>8"
     assert mathematically_equal(said, "8", stop_string="</answer>") and not mathematically_equal(said, "8")
@@ -507,8 +539,11 @@ def test_math_verify(make_pool):
     with make_pool(kinds={"math": MathVerifyReward(kind="math_verify")}, timeout=60.0) as pool:
         verdicts = pool.score([RewardItem("", text, {"answer": answer}) for text, answer, _ in CASES])
         [unread] = pool.score([RewardItem("", "\\boxed{7}", {"answer": ""})])
+        pool.check_arguments({"source": Columns({"answer": None, "prompt": None}, frozenset({"prompt"}))})
+        [thought] = pool.score([RewardItem("3+4=<think>", "\\boxed{7}", {"answer": "7", "prompt": "3+4="})])
     assert [verdict.reward for verdict in verdicts] == [reward for *_, reward in CASES]
     assert unread.status == "failed" and "answer" in unread.detail
+    assert thought.reward == 0.0
 
 
 def test_an_endless_comparison_fails_and_is_no_wrong_answer(make_pool):
