@@ -217,7 +217,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None]:
     options.overrides += [value for value in options.sampler_dtype if "=" in value]
     options.sampler_dtype = [value for value in options.sampler_dtype if "=" not in value]
     if options.config:
-        config, run = load_config(options.config, options.overrides), None
+        config, run = run_folder.with_date(load_config(options.config, options.overrides)), None
     else:
         others = [text for text in options.overrides if not text.startswith(OVERRIDES)]
         if others:

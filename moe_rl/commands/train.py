@@ -216,7 +216,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
         replays = f"run.replays={options.replay.absolute()}"
         config = load_config(run_folder.existing(options.replay, "--replay").config, [*options.overrides, replays])
     else:
-        config = load_config(options.config, options.overrides)
+        config = run_folder.with_date(load_config(options.config, options.overrides))
     if "WORLD_SIZE" in os.environ:
         world_size = int(os.environ["WORLD_SIZE"])
         if options.ranks not in (None, world_size):

@@ -55,8 +55,8 @@ class RunConfig(Section):
     steps: Count
     """Number of steps. Each samples one rollout batch and trains on it."""
     date: datetime.date | None = None
-    """Day that a chat template writes into prompts, such as gpt-oss's. null: the day on which the run folder is made,
-    if the model's template writes any."""
+    """Day that a chat template writes into prompts, such as gpt-oss's. null: the day on which the run begins, if the
+    model's template writes any."""
     max_hours: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     """Hours after its start at which the run ends, as if asked to stop: after a step, with a checkpoint. It ends
     earlier if another step as long as the longest so far would exceed them. A resumed run gets all of them again.

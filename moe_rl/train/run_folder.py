@@ -98,7 +98,7 @@ def create(config: Config) -> RunFolder:
         except OSError as error:
             raise DiskError(refusal(error, "the run folder could not be created", path)) from error
         folder = RunFolder(path)
-        _write_config(folder, anchored(_with_date(_with_start(config))))
+        _write_config(folder, anchored(_with_start(config)))
         return folder
     raise ConfigError(
         "no free name for a run folder", where={"key": "run.runs_dir", "folder": config.run.runs_dir}, got=name
@@ -169,8 +169,11 @@ def _with_start(config: Config) -> Config:
     return config.model_copy(update={"model": model.model_copy(update={"from_step": step})})
 
 
-def _with_date(config: Config) -> Config:
-    """Set run.date to today if prompts depend on the day: a run that goes on tomorrow must read the same ones."""
+def with_date(config: Config) -> Config:
+    """Set run.date to today if prompts depend on the day: a run that goes on tomorrow must read the same ones.
+
+    A new run needs it before its prompts are read: those that are kept beside a file are of one day.
+    """
     model = config.model.path
     templates = [file for file in (model / "tokenizer_config.json", *model.glob("*.jinja")) if file.is_file()]
     writes = any("strftime_now" in file.read_text("utf-8", "replace") for file in templates)

@@ -1,10 +1,12 @@
 """Tests that every mistake is reported in one message, before anything is started."""
 
 import argparse
+import datetime
 import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ import pytest
 from moe_rl.commands import train
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.errors import describe
+from moe_rl.tasks import prompt_file
 from moe_rl.tasks.prompt_ledger import PromptLedger, StepPrompts
 from moe_rl.trace import ShardWriter, TraceSpec
+from moe_rl.train import run_folder
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.run_inputs import read_inputs, write_inputs
 from moe_rl.types import Provenance, Span
@@ -328,3 +332,27 @@ def test_the_console_command_is_named_to_torchrun_as_a_module(script, capsys, mo
     train.add_arguments(parser)
     assert train.run(parser.parse_args(sys.argv[2:])) == 2
     assert f"torchrun --nproc-per-node 2 -m moe_rl train --config {CONFIG}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_the_prompts_of_a_new_run_have_the_day_that_its_folder_will_have(tmp_path, monkeypatch, verb):
+    """An earlier run has kept its prompts beside the file, with the day on which it began."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(prompt_file, "SMALLEST_BYTES", 0)
+    shutil.copytree("assets/tiny_gym/policy", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    template = tmp_path / "model/chat_template.jinja"
+    template.write_text('Today is {{ strftime_now("%Y-%m-%d") }}.' + template.read_text())
+    for name in ("train", "heldout"):
+        shutil.copy(f"assets/tiny_moe/task/{name}.jsonl", tmp_path)
+    parser = argparse.ArgumentParser()
+    (train.add_arguments if verb == "train" else train.add_plan_arguments)(parser)
+    given = [f"model.path={tmp_path}/model", f"run.runs_dir={tmp_path}/r", "task.chat={}"]
+    given += [f"task.{name}.0.data={tmp_path}/{name}.jsonl" for name in ("train", "heldout")]
+    given += ["rollout.max_prompt_tokens=200"]
+    for day in (datetime.date(2001, 2, 3), datetime.date(2001, 2, 4)):
+        monkeypatch.setattr(run_folder, "datetime", SimpleNamespace(date=SimpleNamespace(today=lambda day=day: day)))
+        config, _, _ = train._configure(parser.parse_args(["--config", CONFIG, "--ranks", "2", *given]))
+        assert task_of(config).train[0].prompts[0].text.startswith(f"Today is {day}.")
+        assert (tmp_path / "train.jsonl.sums.prompts").is_file()
+        assert load_config(run_folder.create(config).config).run.date == day

@@ -83,16 +83,16 @@ def test_the_prompts_of_a_run_have_the_day_of_its_beginning(tmp_path):
     model = tmp_path / "model"
     copytree("assets/tiny_gym/policy", model, ignore=ignore_patterns("*.safetensors"))
     given = [f"run.runs_dir={tmp_path / 'runs'}", f"model.path={model}"]
-    assert load_config(run_folder.create(load_config("tiny_moe_cpu", given)).config).run.date is None
+    assert run_folder.with_date(load_config("tiny_moe_cpu", given)).run.date is None
     template = model / "chat_template.jinja"
     template.write_text('Today is {{ strftime_now("%Y-%m-%d") }}.' + template.read_text())
-    config = load_config(run_folder.create(load_config("tiny_moe_cpu", given)).config)
+    config = load_config(run_folder.create(run_folder.with_date(load_config("tiny_moe_cpu", given))).config)
     assert config.run.date is not None
     first, other = (ChatTemplate(model, None, day) for day in (config.run.date, datetime.date(2001, 2, 3)))
     messages = first.messages("1+2=")
     assert first.render(messages).startswith(f"Today is {config.run.date:%Y-%m-%d}.")
     assert other.render(messages).startswith("Today is 2001-02-03.")
-    chosen = load_config(run_folder.create(load_config("tiny_moe_cpu", [*given, "run.date=2001-02-03"])).config)
+    chosen = run_folder.with_date(load_config("tiny_moe_cpu", [*given, "run.date=2001-02-03"]))
     assert chosen.run.date == datetime.date(2001, 2, 3)
 
 
