@@ -52,8 +52,8 @@ class PromptSourceConfig(Section):
     """Column with a difficulty class; the evaluation logs pass rates for each class. null: none."""
     drop: tuple[Literal["too_long", "empty", "duplicate", "missing"], ...] = ()
     """Rows to leave out and count, instead of refusing the source. too_long: the prompt has more than
-    rollout.max_prompt_tokens. empty: the prompt has no text. duplicate: an earlier row has the same id. missing: a
-    column that the config names is absent or null."""
+    rollout.max_prompt_tokens; a generator needs this. empty: the prompt has no text. duplicate: an earlier row has the
+    same id. missing: a column that the config names is absent or null."""
     split: str | None = None
     """Split of a data set, such as train. Only for `datasets`."""
     config: str | None = None
@@ -113,8 +113,11 @@ class ChatConfig(Section):
     """JSON schemas of the tools that the template shows to the model. Rows may have their own."""
 
 
-def source_problems(key: str, sources: Sequence[PromptSourceConfig]) -> Iterator[Problem]:
-    """Yield the problems between the keys of the sources of `task.train` or `task.heldout`, called `key`."""
+def source_problems(key: str, sources: Sequence[PromptSourceConfig], *, limited: bool) -> Iterator[Problem]:
+    """Yield the problems between the keys of the sources of `task.train` or `task.heldout`, called `key`.
+
+    limited: whether a prompt may be too long, as those of environments may not.
+    """
     if not sources:
         yield describe("there is no source of prompts", where={"key": key}, do="give at least one")
     names = [source.name for source in sources]
@@ -132,6 +135,15 @@ def source_problems(key: str, sources: Sequence[PromptSourceConfig]) -> Iterator
             )
         if source.kind == "generator" and source.seed is None:
             yield describe("a generator needs a seed", where={"key": f"{key}.{index}.seed"}, do="give a whole number")
+        if source.kind == "generator" and limited and "too_long" not in source.drop:
+            yield describe(
+                "only some prompts of a generator are made before the run starts, and a later one that is longer than "
+                "rollout.max_prompt_tokens would end the run",
+                where={"key": f"{key}.{index}.drop"},
+                got=f"[{', '.join(source.drop)}]",
+                expected="too_long in it",
+                do="add it: the generator then makes another prompt instead",
+            )
 
 
 def heldout_problems(sources: Sequence[HeldoutSourceConfig]) -> Iterator[Problem]:

@@ -159,8 +159,9 @@ class TaskConfig(Section):
 
     def problems(self) -> Iterator[Problem]:
         yield from self._scorer_problems()
-        yield from source_problems("task.train", self.train)
-        yield from source_problems("task.heldout", self.heldout)
+        limited = self.environment is None
+        yield from source_problems("task.train", self.train, limited=limited)
+        yield from source_problems("task.heldout", self.heldout, limited=limited)
         yield from heldout_problems(self.heldout)
         if self.environment is None:
             yield from self._reward_problems()

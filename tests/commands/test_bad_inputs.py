@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 GOOD = [{"id": f"{n}", "prompt": f"{n}+1=", "answer": f"{n + 1}", "level": "1"} for n in range(4)]
 
 TRAIN, HELD = "task.train.0", "task.heldout.0"
-GENERATOR = "task.train=[{name: g, data: 'reasoning_gym:%s', prompt: question, seed: 1%s}]"
+GENERATOR = "task.train=[{name: g, data: 'reasoning_gym:%s', prompt: question, drop: [too_long], seed: 1%s}]"
 
 OURS = [
     "rollout.prompts_per_step=4",
@@ -83,12 +83,13 @@ BAD = {
                                 "task.train.1.name", {"got": "a"}),
     "a split of a file": ([], [f"{TRAIN}.split=train"], f"{TRAIN}.split", {"got": "train"}),
     "a fault that cannot be dropped": ([], [f"{TRAIN}.drop=[wrong]"], f"{TRAIN}.drop.0", {}),
-    "a generator without a seed": ([], ["task.train=[{name: g, data: 'reasoning_gym:chain_sum', prompt: question}]"],
-                                   f"{TRAIN}.seed", {}),
+    "a generator without a seed": ([], [GENERATOR % ("chain_sum", ""), f"{TRAIN}.seed=null"], f"{TRAIN}.seed", {}),
+    "a generator of any length": ([], [GENERATOR % ("chain_sum", ""), f"{TRAIN}.drop=[empty]"], f"{TRAIN}.drop",
+                                         {"got": "[empty]"}),
     "no such generator": ([], [GENERATOR % ("chain_sums", "")], f"{TRAIN}.data", {"got": "chain_sums"}),
     "a generator's unknown option": ([], [GENERATOR % ("chain_sum", ", options: {terms: 2}")], f"{TRAIN}.options", {}),
     "a generator that ends": ([], [GENERATOR % ("gsm_symbolic", "")], f"{TRAIN}.data", {}),
-    "a generator's long prompts": ([], [GENERATOR % ("chain_sum", "")], TRAIN, {"row": 0, "fault": "too_long"}),
+    "a generator's long prompts": ([], [GENERATOR % ("chain_sum", "")], TRAIN, {"row": 0, "fault": "redraws"}),
     "a template that is not there": ([], ["task.chat={}"], "task.chat", {"fault": "no template"}),
     "messages that are no JSON": ([GOOD[0] | {"id": "a", "prompt": "[{'role': 'user', 'content': '1'}]"}], [], TRAIN,
                                   {"line": 5, "got": ("role",)}),
@@ -180,7 +181,7 @@ def test_a_right_answer_that_cannot_be_read_is_a_note(here):
 @pytest.mark.parametrize("name", BAD)
 def test_each_mistake_is_one_problem_before_anything_starts(here, name):
     rows, overrides, key, facts = BAD[name]
-    if "reasoning_gym:" in str(overrides) and "without a seed" not in name:
+    if "reasoning_gym:" in str(overrides) and name not in ("a generator without a seed", "a generator of any length"):
         pytest.importorskip("reasoning_gym")
     lines(here / "train.jsonl", [*GOOD, *rows])
     (problem,) = told(*overrides)

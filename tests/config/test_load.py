@@ -146,7 +146,9 @@ def test_a_wrong_reward_is_told_by_its_key(config_file, reward, facts):
     tells(problem, **facts | {"key": f"task.rewards.more.{facts['key']}"})
 
 
-GENERATED = "task.{}=[{{name: g, data: 'reasoning_gym:puzzle24', seed: {}, prompt: question, options: {}}}]"
+GENERATED = (
+    "task.{}=[{{name: g, data: 'reasoning_gym:puzzle24', seed: {}, prompt: question, drop: [too_long], options: {}}}]"
+)
 
 
 def test_two_sources_of_a_generator_that_is_scored_have_the_same_options(config_file):
@@ -159,6 +161,14 @@ def test_two_sources_of_a_generator_that_is_scored_have_the_same_options(config_
     (problem,) = load_config(config_file, [scored, *other]).task.problems()
     tells(problem, key="task.train.0.options", got=("5",), expected=("6",))
     assert not [*load_config(config_file, other).task.problems()]
+
+
+def test_only_an_environment_has_no_prompt_that_is_too_long(config_file):
+    generated = [GENERATED.format(key, 1, "{}").replace("too_long", "") for key in ("train", "heldout")]
+    for problem, key in zip(load_config(config_file, generated).task.problems(), ("train", "heldout"), strict=True):
+        tells(problem, "too_long", key=f"task.{key}.0.drop", got="[]")
+    plays = [*generated, "task.environment={run: a.b}", "task.rewards={}", "task.pass_reward=null"]
+    assert not [*load_config(config_file, plays).task.problems()]
 
 
 def test_rewards_are_read_back_from_the_resolved_config(config_file, tmp_path):
