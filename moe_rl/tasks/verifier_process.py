@@ -50,7 +50,8 @@ class _Lost(Exception):
 
 
 class VerifierPlace:
-    """Runs one worker and replaces it when it is lost. One thread uses it at a time; only `end` may come from another.
+    """Runs one worker and replaces it when it is lost or out of memory. One thread uses it at a time; only `end` may
+    come from another.
 
     parameters: parameters of each function, shared by all places; empty until a worker has reported them.
     """
@@ -146,7 +147,7 @@ class VerifierPlace:
     def _ask(self, job: VerifierJob) -> list[Scores]:
         """Return a result for each item of a job. Raises _Lost."""
         deadline = time.monotonic() + job.limit
-        begun, results = "", [Scores() for _ in job.items]
+        begun, no_memory, results = "", False, [Scores() for _ in job.items]
         process = self.process
         assert process is not None  # `start` ran, and a removal is followed by a new start or the pool's end
         for reward, rows in job.calls.items():
@@ -163,6 +164,7 @@ class VerifierPlace:
                 values = answer.values if isinstance(answer, Returned) else [answer.detail] * len(rows)
                 if len(values) != len(rows):
                     raise ValueError(f"{len(values)} values for {len(rows)} rows")
+                no_memory |= answer.no_memory
             except (OSError, EOFError, ValueError) as error:
                 raise _Lost(self.bury(error, job.limit), begun) from error
             for result, value in zip(results, values, strict=True):
@@ -170,6 +172,9 @@ class VerifierPlace:
                     result[reward] = value
                 else:
                     result[reward] = f"returned {value}, expected {REWARD_RANGE}"
+        if no_memory:  # if the functions keep what fills it, every later call would fail too
+            self.bury()
+            self.start()
         return results
 
 

@@ -75,15 +75,17 @@ class Unusable(Message, frozen=True):
 
 
 class Returned(Message, frozen=True):
-    """Sent by the worker: for each row the number, or the reason why there is none."""
+    """Sent by the worker: for each row the number, or the reason why there is none. no_memory: one is a MemoryError."""
 
     values: list[float | str]
+    no_memory: bool = False
 
 
 class Raised(Message, frozen=True):
-    """Sent by the worker: the function raised an exception, or returned a wrong value."""
+    """Sent by the worker: the function raised an exception, or returned a wrong value. no_memory: a MemoryError."""
 
     detail: str
+    no_memory: bool = False
 
 
 QUESTIONS: Decoder[Load | Call] = decoder(Load | Call)
@@ -115,7 +117,7 @@ class _Function:
         if not isinstance(value, list | tuple) or len(value) != len(rows):
             got = f"{len(value)} items" if isinstance(value, list | tuple) else type(value).__name__
             return Raised(f"returned {got}, expected a list of {len(rows)} numbers")
-        return Returned([_number(reward) for reward in value])
+        return Returned([_number(reward) for reward in value], any(isinstance(item, MemoryError) for item in value))
 
 
 async def _wait_for(awaitable: Any) -> object:
@@ -193,7 +195,7 @@ def _answer(function: _Function, call: Call, runner: asyncio.Runner) -> Returned
     try:
         return function([json.loads(row) for row in call.rows], runner)
     except BaseException as error:  # any exception, even SystemExit, fails only this call
-        return Raised(f"raised {sentence(error)}")
+        return Raised(f"raised {sentence(error)}", isinstance(error, MemoryError))
 
 
 if __name__ == "__main__":

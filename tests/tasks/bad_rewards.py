@@ -233,6 +233,15 @@ async def patient(completion):
     return misbehave(completion)
 
 
+_kept = []
+
+
+def keeps_memory(completion):
+    """Return 1 until the third call, for which there is no memory."""
+    _kept.append(bytes(3 << 29))
+    return 1.0
+
+
 _loops = set()
 
 
@@ -255,7 +264,14 @@ async def batch_with_bad_items(completion):
     return [ITEM_FAULTS.get(one, 1.0) for one in completion]
 
 
-ITEM_FAULTS = {"error": ValueError("planted"), "none": None, "nan": float("nan"), "str": "1.0", "huge": 10**400}
+ITEM_FAULTS = {
+    "error": ValueError("planted"),
+    "memory": MemoryError("planted"),
+    "none": None,
+    "nan": float("nan"),
+    "str": "1.0",
+    "huge": 10**400,
+}
 
 
 def batch_answers(completion):

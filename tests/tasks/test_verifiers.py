@@ -325,7 +325,6 @@ CONTAINED = {  # the worker survives these
     "raise": "KeyError: 'planted'",
     "exit": "SystemExit",
     "unprintable": "_Unprintable",
-    "hoard": "at most 4096 MiB of memory",
     "big_file": "File too large (here a file may have at most 64 MiB)",
     "none": "returned NoneType",
     "nan": "returned nan",
@@ -341,6 +340,7 @@ DEADLY = {
     "segfault": "died (signal 11",
     "abort": "died (signal 6",
     "close_descriptors": "died",
+    "hoard": "at most 4096 MiB of memory",  # the pool ends it
 }
 HANGING = ["loop", "c_sleep", "stop", "flood", "fork_and_hang"]
 
@@ -377,6 +377,24 @@ def test_a_fault_that_a_worker_survives_fails_its_item_and_no_other(make_pool, h
             assert pool.pids == [pid], fault
             assert_one_failed(verdicts, detail)
     assert not helpers.group_members(pid)
+
+
+def test_a_worker_that_has_filled_its_memory_fails_no_later_item(make_pool):
+    with make_pool("keeps_memory") as pool:
+        [pid] = pool.pids
+        verdicts = pool.score([HEALTHY] * 5)
+        assert pool.pids != [pid]
+    assert [verdict.status for verdict in verdicts] == ["scored", "scored", "failed", "scored", "scored"]
+    assert "at most 4096 MiB of memory" in verdicts[2].detail
+
+
+def test_an_exception_in_a_list_may_tell_that_the_memory_is_full(make_pool):
+    with make_pool("batch_with_bad_items", batch={"batch_with_bad_items": 2}) as pool:
+        [pid] = pool.pids
+        for text, replaced in (("error", False), ("memory", True)):
+            verdicts = pool.score([HEALTHY, RewardItem("", text)])
+            assert [verdict.status for verdict in verdicts] == ["scored", "failed"]
+            assert (pool.pids != [pid]) is replaced
 
 
 def test_the_segfault_is_explained_by_what_it_printed(make_pool, tmp_path):
