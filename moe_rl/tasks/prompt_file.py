@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import mmap
-import os
+import secrets
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
@@ -29,6 +29,7 @@ import xxhash
 from moe_rl.config.prompt_sources import PromptSourceConfig
 from moe_rl.config.schema import Config
 from moe_rl.disk import writing
+from moe_rl.errors import DiskError, describe
 from moe_rl.types import Prompt
 
 SMALLEST_BYTES = 16 << 20
@@ -116,7 +117,7 @@ class PromptWriter:
     def __init__(self, kept: PromptFile):
         """Begin the file. Raises DiskError."""
         self._kept = kept
-        self._unfinished = kept.path.with_name(f"{kept.path.name}.{os.getpid()}.tmp")
+        self._unfinished = kept.path.with_name(f"{kept.path.name}.{secrets.token_hex(8)}.tmp")
         self._begins, self._end, self._hasher = array("q", [0]), 0, xxhash.xxh3_128()
         with writing("the prompts could not be kept", kept.path):
             self._file = self._unfinished.open("wb", buffering=_BLOCK)
@@ -129,14 +130,17 @@ class PromptWriter:
         self._begins.append(self._end)
 
     def finish(self, notes: Mapping[str, Any]) -> PromptTable:
-        """Publish the file. Raises DiskError."""
+        """Publish the file. Raises DiskError, also if it cannot be read back whole."""
         text = json.dumps({"digest": self._kept.digest, **notes}).encode()
         self._write(np.asarray(self._begins, "<i8").tobytes() + text)
         with writing("the prompts could not be kept", self._kept.path):
             self._file.write(_FOOT.pack(len(self._begins) - 1, len(text), self._hasher.digest(), _MARK))
             self._file.close()
             self._unfinished.replace(self._kept.path)
-        return PromptTable(self._kept.path)
+        if (kept := self._kept.read()) is None:
+            what = "the prompts were kept, but cannot be read back"
+            raise DiskError(describe(what, where={"file": self._kept.path}, fault="damaged"))
+        return kept[0]
 
     def close(self) -> None:
         """Remove what was written and not published. May be called repeatedly."""

@@ -1,13 +1,16 @@
 """Prompts of a large file are kept beside it, and are the same as those that are read."""
 
 import json
-import os
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from moe_rl.config.load import load_config
 from moe_rl.errors import DataError
 from moe_rl.tasks import prompt_file
+from moe_rl.tasks.prompt_file import PromptFile, PromptWriter
+from moe_rl.types import Prompt
 from tests.support.task import task_of
 
 ROWS = [
@@ -89,8 +92,34 @@ def test_a_folder_without_room_is_said_and_the_rows_are_read(tmp_path, monkeypat
     monkeypatch.setattr(prompt_file, "_BLOCK", block)
     data = write(tmp_path / "rows.jsonl", ROWS)
 
-    unfinished = data.with_name(f"{data.name}.one.prompts.{os.getpid()}.tmp")
-    unfinished.symlink_to("/dev/full")
+    monkeypatch.setattr(prompt_file.secrets, "token_hex", lambda count: "name")
+    data.with_name(f"{data.name}.one.prompts.name.tmp").symlink_to("/dev/full")
     read = load(data)
     assert len(read.prompts) == len(ROWS) and "No space left" in read.notes[-1] and "at each start" in read.notes[-1]
     assert [file.name for file in tmp_path.glob("rows*")] == ["rows.jsonl"]
+
+
+def test_processes_with_the_same_pid_keep_the_same_prompts_at_once(tmp_path):
+    """Two containers with one file system may give their processes the same pid."""
+    kept, prompt = PromptFile(tmp_path / "rows.prompts", "digest"), Prompt("one/0", "1+1=", (5, 6))
+    with closing(PromptWriter(kept)) as first, closing(PromptWriter(kept)) as second:
+        for writer in (first, second):
+            writer.append(prompt)
+        assert list(first.finish({})) == list(second.finish({})) == [prompt]
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.prompts"]
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_file_that_is_damaged_as_soon_as_it_is_kept_is_said_and_the_rows_are_read(tmp_path, monkeypatch, gone):
+    data, replace = write(tmp_path / "rows.jsonl", ROWS), Path.replace
+
+    def harmed(path, target):
+        replace(path, target)
+        target.unlink()
+        if not gone:
+            target.write_bytes(b"short")
+
+    monkeypatch.setattr(Path, "replace", harmed)
+    read = load(data)
+    assert [prompt.text for prompt in read.prompts] == [row["prompt"] for row in ROWS]
+    assert "at each start" in read.notes[-1] and str(kept(data)) in read.notes[-1]
