@@ -347,6 +347,8 @@ def test_the_calculator_computes_and_runs_nothing_else():
     assert calculator.answer({"name": "calculate", "arguments": '{"expression": "1/0"}'}).startswith("error: ")
     for arguments in ("", "[]", "{}", '{"expression": 3}', '{"expression": "' + "9*" * 99 + '9"}'):
         assert isinstance(calculator.answer({"name": "calculate", "arguments": arguments}), str)
+    for arguments in ('{"expression": ["1+1"]}', '{"expression": {}}', '{"expression": null}', "[" * 100_000):
+        assert calculator.answer({"name": "calculate", "arguments": arguments}).startswith("error: ")
 
 
 def test_the_calculator_example(open_pool, model):

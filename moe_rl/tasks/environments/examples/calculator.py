@@ -99,11 +99,13 @@ def answer(function: dict[str, str], compute: Callable[[str], Fraction] | None =
     if function["name"] != "calculate":
         return f"error: there is no tool {function['name']}"
     try:
-        arguments = json.loads(function["arguments"])
-        return str((compute or calculate)(arguments["expression"]))
+        expression = json.loads(function["arguments"])["expression"]
+        if not isinstance(expression, str):
+            raise TypeError("the expression is not a string")
+        return str((compute or calculate)(expression))
     except ZeroDivisionError:
         return "error: division by zero"
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         return f"error: {error}"
 
 
