@@ -57,14 +57,25 @@ def read_rows(source: PromptSourceConfig, key: str, left_out: set[str]) -> Itera
     number = 0
     for table in _parquet(source, key) if source.kind == "parquet" else _dataset(source, key):
         types = {field.name: field.type for field in table.schema}
-        # lossy: of a map's duplicate keys the last one counts
-        for row in table.to_pylist(maps_as_pydicts="lossy"):
+        for row in _table_rows(table):
             where: About = {"key": key, "file": source.data, "row": number}
             try:
-                yield where, _columns(row, left_out, types)
+                yield where, (row if isinstance(row, ValueError) else _columns(row, left_out, types))
             except ValueError as error:
                 yield where, error
             number += 1
+
+
+def _table_rows(table: Any) -> list[dict[str, Any] | ValueError]:
+    """Return the rows of an Arrow table. A row with a value that Python cannot hold, such as a text that is not UTF-8,
+    is the fault instead."""
+    try:
+        return list(table.to_pylist(maps_as_pydicts="lossy"))  # lossy: of a map's duplicate keys the last one counts
+    except ValueError as error:
+        if table.num_rows == 1:
+            return [ValueError(f"a value cannot be read: {error}")]
+        half = table.num_rows // 2
+        return _table_rows(table.slice(0, half)) + _table_rows(table.slice(half))
 
 
 def _refuse_other_files(data: str, key: str) -> None:

@@ -291,3 +291,14 @@ def test_a_column_that_occurs_twice_is_refused(tmp_path):
     parquet.write_table(pyarrow.Table.from_arrays(columns, names=["prompt", "prompt"]), tmp_path / "rows.parquet")
     with refused(DataError, "a column occurs twice"):
         rows_of(tmp_path / "rows.parquet")
+
+
+def test_a_text_of_a_table_that_is_not_utf8_is_told_with_its_row(tmp_path):
+    texts = [pyarrow.array([b"a", b"b", b"\xff", b"d", None]).view(pyarrow.string())]
+    texts.append(pyarrow.array([["a"], ["b"], ["c"], ["d"], ["e"]]))
+    parquet.write_table(pyarrow.Table.from_arrays(texts, names=["prompt", "more"]), tmp_path / "rows.parquet")
+    rows = [*read_rows(source(tmp_path / "rows.parquet"), "task.train.0", set())]
+    assert [where["row"] for where, _ in rows] == [0, 1, 2, 3, 4]
+    (where, fault), whole = rows.pop(2), [row for _, row in rows]
+    assert whole == [*({"prompt": text, "more": [text]} for text in "abd"), {"more": ["e"]}]
+    assert where["file"] == str(tmp_path / "rows.parquet") and isinstance(fault, ValueError) and "utf-8" in str(fault)
