@@ -26,7 +26,7 @@ from moe_rl.megatron.adapters import Adapter, of_experts
 from moe_rl.megatron.copied_experts import receive_copies
 from moe_rl.megatron.dispatcher import FlexDispatcher, PlannedDispatcher
 from moe_rl.objectives.device import to_device
-from moe_rl.planning.packing import positions_of
+from moe_rl.planning.packing import alike, positions_of
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -279,23 +279,32 @@ class PackedAttention(torch.nn.Module):
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise ValueError("PackedAttention needs packed sequences: pass PackedSeqParams(qkv_format='thd')")
         # Causal attention never looks at later tokens. So sequences that are padded at their end to a rectangle attend
-        # as if alone, in one call. The cost is the memory of the rectangle; TransformerEngine's kernels read the packed
-        # run directly.
-        lengths = packed_seq_params.lengths
-        ranks, longest = self.context.size(), max(lengths)
-        slots, key_slots, positions = _slots(lengths, self.context.rank(), ranks, query.device)
+        # as if alone, those of similar lengths in one call. The cost is the memory of the rectangles;
+        # TransformerEngine's kernels read the packed run directly.
+        ranks = self.context.size()
+        slots, key_slots, groups = _slots(packed_seq_params.lengths, self.context.rank(), ranks, query.device)
         if ranks > 1:
             # Gather both at once. In the backward, each rank receives the sum of the gradients for its rows.
             rows = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=self.context)
             key, value = rows.chunk(2, -1)
 
-        def rectangle(t, slots, width):  # [rows, heads, d] -> [B, heads, width, d]
-            padded = t.new_zeros(len(lengths) * width, *t.shape[1:]).index_copy(0, slots, t)
-            return padded.view(len(lengths), width, *t.shape[1:]).transpose(1, 2)
+        def rectangles(t, slots, times=1):  # [rows, heads, d] -> [B, heads, width * times, d] of each group
+            sizes = [positions.numel() * times for positions in groups]
+            padded = t.new_zeros(sum(sizes), *t.shape[1:]).index_copy(0, slots, t)
+            parts = padded.split(sizes) if len(sizes) > 1 else [padded]  # the backward of a split copies
+            shaped = (part.view(len(b), -1, *t.shape[1:]) for part, b in zip(parts, groups, strict=True))
+            return [part.transpose(1, 2) for part in shaped]
 
-        query = rectangle(query, slots, longest // ranks)
-        key, value = rectangle(key, key_slots, longest), rectangle(value, key_slots, longest)
-        if ranks == 1 and self.window is None and self.softmax_offset is None:
+        rows = rectangles(query, slots), rectangles(key, key_slots, ranks), rectangles(value, key_slots, ranks)
+        outs = [self._attend(*group) for group in zip(*rows, groups, strict=True)]
+        out = torch.cat(outs) if len(outs) > 1 else outs[0]
+        return out.index_select(0, slots).flatten(1)
+
+    def _attend(self, query, key, value, positions):
+        """Return [B * width, heads, d] for queries [B, heads, width, d] at positions [B, width] of their sequences. The
+        keys and values are those of the whole sequences."""
+        longest = key.shape[2]
+        if self.context.size() == 1 and self.window is None and self.softmax_offset is None:
             mask = {"is_causal": True}
         else:
             before = positions[:, None, :, None] - torch.arange(longest, device=query.device)
@@ -305,8 +314,7 @@ class PackedAttention(torch.nn.Module):
         if self.softmax_offset is not None:
             query, key, value, mask = self._with_sink(query, key, value, mask)
         out = F.scaled_dot_product_attention(query, key, value, **mask, enable_gqa=True, scale=self.softmax_scale)
-        out = out[..., :dimensions].transpose(1, 2).flatten(0, 1).index_select(0, slots)  # [T, heads, d]
-        return out.flatten(1)
+        return out[..., :dimensions].transpose(1, 2).flatten(0, 1)
 
     def _with_sink(self, query, key, value, mask):
         """Add one key that every query sees, with value 0, and one dimension in which only this key is not 0.
@@ -335,24 +343,26 @@ class PackedAttention(torch.nn.Module):
 @lru_cache(maxsize=8)  # every layer of a microbatch asks for the same result
 def _slots(
     lengths: tuple[int, ...], rank: int, ranks: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the places of rows in rectangles of B sequences, each padded to the longest, and the position of each
-    query.
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Return the places of rows in the rectangles of all groups of `packing.alike`, one rectangle after the other. B
+    sequences of a group are each padded to its longest.
 
     Returns:
-        The places of this context-parallel rank's T queries, [T], in a rectangle 1/ranks as wide.
+        The places of this context-parallel rank's T queries, [T], in rectangles 1/ranks as wide.
         The places of the keys, [T * ranks], ordered by rank.
-        Each query's position, [B, width]; 0 where there is no query.
+        Each query's position, [B, width] for each group; 0 where there is no query.
     """
-    longest = max(lengths)
-    width = longest // ranks
-    queries = [i * width + np.arange(n // ranks) for i, n in enumerate(lengths)]
-    keys = [i * longest + positions_of(n, r, ranks) for r in range(ranks) for i, n in enumerate(lengths)]
-    positions = np.zeros((len(lengths), width), np.int64)
-    for row, n in zip(positions, lengths, strict=True):
-        row[: n // ranks] = positions_of(n, rank, ranks)
+    begins, groups, end = dict[int, int](), list[np.ndarray](), 0
+    for group in alike(lengths):
+        positions = np.zeros((len(group), max(lengths[i] for i in group) // ranks), np.int64)
+        for row, i in zip(positions, group, strict=True):
+            row[: lengths[i] // ranks] = positions_of(lengths[i], rank, ranks)
+            begins[i], end = end, end + len(row)
+        groups.append(positions)
+    queries = [begins[i] + np.arange(n // ranks) for i, n in enumerate(lengths)]
+    keys = [begins[i] * ranks + positions_of(n, r, ranks) for r in range(ranks) for i, n in enumerate(lengths)]
     queries, keys = (to_device(np.concatenate(part), device) for part in (queries, keys))
-    return queries, keys, to_device(positions, device)
+    return queries, keys, [to_device(positions, device) for positions in groups]
 
 
 class PackedRotaryEmbedding(torch.nn.Module):

@@ -33,7 +33,7 @@ class Shape:
     Attributes:
         rows: T.
         padded_rows: rows of the padded rectangles that attention computes on, where every sequence is as long as the
-            longest.
+            longest of its group (`packing.alike`).
         longest: rows of the longest sequence, on all its ranks together.
         predicted: rows whose logits are used.
         dtype: the value of train.dtype.

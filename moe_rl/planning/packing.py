@@ -49,6 +49,20 @@ def padded_lengths(tokens: Sequence[int], ranks: int = 1) -> tuple[int, ...]:
     return (*lengths, padding) if padding else lengths
 
 
+def alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Group packed sequences for layers that pad those of a group to its longest. Return their indices.
+
+    All are in one group, unless this would give more than twice their rows. Then each group has lengths between two
+    powers of two, so that no sequence gets twice its rows.
+    """
+    if len(lengths) * max(lengths) <= 2 * sum(lengths):
+        return [list(range(len(lengths)))]
+    groups: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        groups.setdefault(length.bit_length(), []).append(index)
+    return list(groups.values())
+
+
 def positions_of(length: int, rank: int, ranks: int) -> np.ndarray:
     """Return int64 [length / ranks]: the positions in a sequence of `length` rows that a rank holds, in the rank's
     order.

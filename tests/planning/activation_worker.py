@@ -25,6 +25,7 @@ from moe_rl.megatron.policy import Policy
 from moe_rl.objectives import logprobs
 from moe_rl.planning import activations
 from moe_rl.planning.activations import Shape, stage_activations
+from moe_rl.planning.packing import alike
 from moe_rl.types import Sequence, sampled_by
 from tests.planning.activation_cases import Case, cases
 
@@ -65,11 +66,11 @@ def measured(case: Case, microbatch: Microbatch) -> int:
 
 
 def planned(case: Case, microbatch: Microbatch) -> int:
-    rows, parallel = sum(microbatch.lengths), ParallelConfig()
+    lengths, parallel = microbatch.lengths, ParallelConfig()
     shape = Shape(
-        rows=rows,
-        padded_rows=len(microbatch.lengths) * max(microbatch.lengths),
-        longest=max(microbatch.lengths),
+        rows=sum(lengths),
+        padded_rows=sum(len(group) * max(lengths[i] for i in group) for group in alike(lengths)),
+        longest=max(lengths),
         predicted=len(microbatch.predicts),
         dtype=case.train.dtype,
     )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.errors import ConfigError
-from moe_rl.planning.packing import fill_rounds, pack, split_groups
+from moe_rl.planning.packing import alike, fill_rounds, pack, split_groups
 from tests.support.refusals import refused
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 64), st.sampled_from([0, 1, 21, 22, 32, 33, 43, 63, 64])), max_size=40)
@@ -164,6 +164,18 @@ def test_split_known_case():
     assert split_groups([0, 0], 3) == [[0, 1], [], []]
     with refused(ValueError, fault="arguments", got=("updates=0",)):
         split_groups([0], 0)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40))
+def test_sequences_that_are_padded_to_the_longest_of_their_group_have_at_most_twice_their_rows(lengths):
+    groups = alike(lengths)
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    assert sum(len(group) * max(lengths[i] for i in group) for group in groups) <= 2 * sum(lengths)
+
+
+def test_sequences_are_grouped_only_where_one_group_would_pad_too_much():
+    assert alike([16, 5, 12, 3]) == [[0, 1, 2, 3]]
+    assert alike([5120, *[300] * 10]) == [[0], list(range(1, 11))]
 
 
 def test_planning_imports_no_torch():
