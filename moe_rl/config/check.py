@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_rl.config.check_cluster import engine_problems, neighbour_problems, queue_problems
+from moe_rl.config.check_cluster import (
+    engine_problems,
+    has_servers,
+    neighbour_problems,
+    overlap_problem,
+    queue_problems,
+)
 from moe_rl.config.check_features import environment_problems, lora_problems, stale_problems
 from moe_rl.config.check_files import file_problems
 from moe_rl.config.environment import GatewayConfig
@@ -63,7 +69,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *_pipeline_problems(config),
         *_segment_problems(config),
         *_replay_problems(config),
-        *_head_problems(config),
+        *_capture_problems(config),
         *_mask_problems(config),
         *lora_problems(config, facts),
         *engine_problems(config),
@@ -92,6 +98,22 @@ def _model_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
             where={"key": "rollout.weights", **where},
             got=config.rollout.weights,
             expected="exact",
+        )
+    if config.placement.copies and facts.linear_bias:
+        yield describe(
+            "experts with biases cannot be copied",
+            where={"key": "placement.copies", **where},
+            got=config.placement.copies,
+            expected=0,
+        )
+    gpus = 1 if config.cluster is None or config.run.replays is not None else config.cluster.gpus_per_engine
+    keys = facts.kv_heads if facts.latent is None else facts.heads
+    if facts.heads % gpus or max(keys, gpus) % min(keys, gpus):
+        yield describe(
+            "vLLM cannot divide the attention heads among the GPUs of an engine",
+            where={"key": "cluster.gpus_per_engine", **where},
+            got=gpus,
+            expected=f"a divisor of {facts.heads} heads that divides {keys} key-value heads or is a multiple of them",
         )
     if config.train.expert_bias_rate and not facts.expert_bias:
         yield describe(
@@ -133,18 +155,30 @@ def _mask_problems(config: Config) -> Iterator[Problem]:
         )
 
 
-def _head_problems(config: Config) -> Iterator[Problem]:
-    if config.objective.score_centering is not None and config.rollout.capture == "native":
-        yield describe(
-            "vLLM's own capture records only routes",
-            where={"key": "objective.score_centering", "given": "rollout.capture is native"},
-            got=config.objective.score_centering,
-            expected="rollout.capture patch or worker",
-        )
+def _capture_problems(config: Config) -> Iterator[Problem]:
+    """Yield the settings that vLLM's own capture does not go with."""
+    centering, fraction = config.objective.score_centering, config.rollout.router_logits_fraction
+    cache, only = config.rollout.vllm.get("enable_prefix_caching"), "vLLM's own capture records only routes"
+    refused = (
+        ("objective.score_centering", centering is not None, centering, only),
+        ("rollout.router_logits_fraction", fraction > 0, fraction, only),
+        ("rollout.vllm.enable_prefix_caching", cache is False, cache, "vLLM's own capture needs the prefix cache"),
+    )
+    for key, wrong, got, what in refused:
+        if wrong and config.rollout.capture == "native":
+            yield describe(
+                what,
+                where={"key": key, "given": "rollout.capture is native"},
+                got=got,
+                expected="rollout.capture patch or worker",
+            )
 
 
 def _pipeline_problems(config: Config) -> Iterator[Problem]:
     mode, level = config.pipeline.mode, config.rollout.sleep_level
+    beside = config.cluster is not None and not has_servers(config) and config.run.replays is None
+    if mode != "sync" and beside:
+        yield overlap_problem(mode)
     if mode != "sync" and level:
         yield describe(
             "a sampler that works at the same time as the trainer cannot give its memory back",
@@ -274,6 +308,15 @@ def _replay_problems(config: Config) -> Iterator[Problem]:
             expected="at least 2",
             do="set replay.overlap_chunks to 0",
         )
+    for name in ("moe_shared_expert_overlap", "overlap_dispatch_backward_with_experts_wgrad"):
+        if replay.overlap_chunks and config.train.megatron.get(name):
+            yield describe(
+                "Megatron would overlap the same exchange with other work",
+                where={"key": f"train.megatron.{name}", **given},
+                got=True,
+                expected="false",
+                do="remove it, or set replay.overlap_chunks to 0",
+            )
     if replay.overlap_chunks and config.train.overlap_expert_parallel_comm:
         yield describe(
             "combined 1F1B runs layers in its own parts while rows travel",

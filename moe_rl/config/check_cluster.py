@@ -94,6 +94,17 @@ def queue_problems(config: Config) -> Iterator[Problem]:
         )
 
 
+def overlap_problem(mode: str) -> Problem:
+    """Say that ranks and the engines beside them cannot work at the same time on GPUs, as pipeline.mode asks."""
+    return describe(
+        "a sampler that works while the ranks train would share their GPUs",
+        where={"key": "pipeline.mode", "given": "rollout.servers is empty"},
+        got=mode,
+        expected="sync",
+        do="start servers with moe-rl serve and name them in rollout.servers, or choose sync",
+    )
+
+
 def has_servers(config: Config) -> bool:
     """Return whether a run samples from servers, named or planned. Without servers rank 0 starts engines beside the
     ranks of its node."""

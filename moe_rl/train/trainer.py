@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from moe_rl import checkpoint_folder
 from moe_rl.clock import Clock
+from moe_rl.config.check_cluster import overlap_problem
 from moe_rl.config.schema import Config, ProfileConfig
 from moe_rl.errors import CollapseError, ConfigError, Stopped
 from moe_rl.gateway.session_sequences import check_trained
@@ -165,13 +166,7 @@ class Trainer:
             return ReplayedRollouts(config, task, run_dir, config.run.replays, self.store)
         if config.pipeline.mode != "sync":
             if world.device().type == "cuda" and not config.rollout.servers:
-                raise ConfigError(
-                    "a sampler that works while the ranks train would share their GPUs",
-                    where={"key": "pipeline.mode", "given": "rollout.servers is empty"},
-                    got=config.pipeline.mode,
-                    expected="sync",
-                    do="start servers with moe-rl serve and name them in rollout.servers, or choose sync",
-                )
+                raise ConfigError([overlap_problem(config.pipeline.mode)])
             return stack.enter_context(closing(PooledRollouts(config, task, run_dir, self.folder.config, self.store)))
         world.give_back()  # an engine may start on this GPU
         environment: Environment | None = None

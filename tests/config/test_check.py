@@ -84,6 +84,29 @@ def test_two_segments_of_a_completion_fit_into_a_microbatch(found):
         ),
         (["rollout.cuda_graphs=true", "rollout.router_logits_fraction=0.1"], ["rollout.cuda_graphs", "got true"]),
         (["pipeline.mode=one_step_off", "rollout.sleep_level=1"], ["rollout.sleep_level", "got 1", "expected 0"]),
+        (
+            ["pipeline.mode=one_step_off", "cluster={gpus: 2, gpu_memory_gib: 79}"],
+            ["pipeline.mode", "rollout.servers is empty", "got one_step_off", "expected sync"],
+        ),
+        (
+            ["cluster={gpus: 2, gpu_memory_gib: 79, gpus_per_engine: 3}"],
+            ["cluster.gpus_per_engine", "got 3", "4 heads", "2 key-value heads"],
+        ),
+        (
+            ["rollout.capture=native", "rollout.router_logits_fraction=0.5"],
+            ["rollout.router_logits_fraction", "rollout.capture is native", "got 0.5"],
+        ),
+        (
+            ["rollout.capture=native", "rollout.vllm={enable_prefix_caching: false}"],
+            ["rollout.vllm.enable_prefix_caching", "rollout.capture is native", "got False"],
+        ),
+        *(
+            (
+                ["replay.overlap_chunks=1", f"train.megatron={{{name}: true}}"],
+                [f"train.megatron.{name}", "replay.overlap_chunks is 1", "got True"],
+            )
+            for name in ("moe_shared_expert_overlap", "overlap_dispatch_backward_with_experts_wgrad")
+        ),
         (["pipeline.mode=async", "rollout.capture=native"], ["rollout.capture", "pipeline.max_staleness is 1"]),
         (
             ["pipeline.mode=async", "pipeline.kv=recompute", "rollout.stop=['##']"],
@@ -504,6 +527,38 @@ def test_weights_that_are_no_matrices_are_not_rounded(found, tmp_path, write_gpt
     write_gpt_oss(tmp_path / "model")
     (message,) = found("rollout.weights=fp8_e4m3")
     tells(message, key="rollout.weights", got="fp8_e4m3")
+
+
+def test_experts_with_biases_are_not_copied(found, tmp_path, write_gpt_oss):
+    write_gpt_oss(tmp_path / "model")
+    (message,) = found("placement.copies=2")
+    tells(message, key="placement.copies", got="2", expected="0")
+
+
+def test_an_engine_divides_the_heads_among_its_gpus(found, tmp_path, write_model, write_deepseek):
+    """Several GPUs may have the same key-value head. A latent is whole on each."""
+
+    def told(gpus, *more):
+        cluster = f"cluster={{gpus: 2, gpus_per_node: 16, gpu_memory_gib: 79, gpus_per_engine: {gpus}}}"
+        return [one for one in found(cluster, *more) if one.about.get("key") == "cluster.gpus_per_engine"]
+
+    write_model(tmp_path / "model", num_attention_heads=12, num_key_value_heads=4)
+    assert told(1) == told(2) == told(4) == told(12) == told(6, "run.replays=earlier") == []
+    for gpus in (3, 5, 6):  # 6 of 12 heads are fine, but not with 4 key-value heads
+        (message,) = told(gpus)
+        tells(message, "12 heads", "4 key-value heads", folder=tmp_path / "model", got=gpus)
+    write_deepseek(tmp_path / "model", hidden_size=24, num_attention_heads=12, num_key_value_heads=12)
+    assert told(6) == [] and len(told(8)) == 1
+
+
+def test_a_sampler_works_beside_the_trainer_only_on_gpus_of_its_own(found):
+    def told(*more):
+        ahead = ("pipeline.mode=one_step_off", "cluster={gpus: 2, gpu_memory_gib: 79}")
+        return [one for one in found(*ahead, *more) if one.about.get("key") == "pipeline.mode"]
+
+    assert len(told()) == len(told("cluster.engines=2", "rollout.engines=2")) == 1
+    for other in ("cluster.engines=2", "rollout.servers=[http://a:1]", "run.replays=earlier", "cluster=null"):
+        assert told(other) == [], other
 
 
 def test_a_dense_model(found, model, hf_config):
