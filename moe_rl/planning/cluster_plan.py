@@ -23,7 +23,15 @@ from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import parameter_count
 from moe_rl.planning.activations import Activations, Shape, stage_activations
 from moe_rl.planning.memory import DTYPE_BYTES, StageMemory, stage_memory
-from moe_rl.planning.sampler_memory import Batch, SamplerMemory, Storage, make_batch, make_sampler, make_storage
+from moe_rl.planning.sampler_memory import (
+    Batch,
+    SamplerMemory,
+    Storage,
+    checkpoints_to_come,
+    make_batch,
+    make_sampler,
+    make_storage,
+)
 from moe_rl.planning.transfer import Transfer, planned_transfer
 
 
@@ -268,10 +276,10 @@ def disk_problems(
     folder = run or config.run.runs_dir
     try:
         free = shutil.disk_usage(existing_folder(folder)).free
-        replaced, removed_bytes = (0, 0) if run is None else _left_by(run / checkpoints.FOLDER, step)
+        done, replaced, removed_bytes = (0, 0, 0) if run is None else _left_by(run / checkpoints.FOLDER, step)
     except OSError:
         return  # such as a link to nowhere, which check_files tells
-    count = max(1, plan.storage.checkpoints - replaced)
+    count = checkpoints_to_come(config, done, replaced)
     free, needed = free + removed_bytes, count * plan.storage.checkpoint_bytes
     if free < needed:
         where: About = {"key": "run.runs_dir"} if run is None else {"option": "--resume"}
@@ -284,14 +292,14 @@ def disk_problems(
         )
 
 
-def _left_by(folder: Path, step: int | Literal["best"] | None) -> tuple[int, int]:
-    """Return how many checkpoints in `folder` new ones will replace, and the bytes of unfinished ones, which a resume
-    removes. It puts those aside that are newer than its own."""
+def _left_by(folder: Path, step: int | Literal["best"] | None) -> tuple[int, int, int]:
+    """Return the step that a resume begins after, how many checkpoints in `folder` new ones will replace, and the bytes
+    of unfinished ones, which it removes. It puts those aside that are newer than its own."""
     removed_bytes = sum(file.stat().st_size for file in folder.glob(".step-*.tmp/**/*"))
     if step == 0:
-        return 0, removed_bytes
+        return 0, 0, removed_bytes
     try:
         resumed = checkpoints.step_of(checkpoints.find(folder, step))
     except CheckpointError:  # start_checks tells it
-        return 0, removed_bytes
-    return sum(done <= resumed for done, _ in checkpoints.complete(folder)), removed_bytes
+        return 0, 0, removed_bytes
+    return resumed, sum(done <= resumed for done, _ in checkpoints.complete(folder)), removed_bytes

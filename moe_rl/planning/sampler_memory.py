@@ -91,6 +91,19 @@ def weight_bucket_bytes(facts: ModelFacts, dtype: str, bucket_mib: float) -> int
     return min(max(int(bucket_mib * 2**20), largest * DTYPE_BYTES[dtype]), weight_sync_bytes(facts, dtype))
 
 
+def checkpoints_to_come(config: Config, done: int = 0, replaced: int = 0) -> int:
+    """Return by how many the checkpoints of a run grow, at most: to those that it keeps and the one that is written.
+
+    Args:
+        done: steps that the run has made. It saves only in the others.
+        replaced: number of checkpoints that are there already, which new ones replace.
+    """
+    best = config.eval.best is not None
+    every = 1 if best else config.checkpoint.every_steps
+    saves = -(-config.run.steps // every) - done // every
+    return max(1, min(config.checkpoint.keep + 1 + best - replaced, saves))
+
+
 def make_storage(config: Config, facts: ModelFacts, layout: Layout, batch: Batch) -> Storage:
     routes, weights = TraceSpec.of(facts).row_bytes, weight_sync_bytes(facts, config.rollout.dtype)
     of_step = batch.sampling_rounds * batch.sequences_per_step * (batch.max_sequence_tokens - 1) * routes
@@ -107,7 +120,7 @@ def make_storage(config: Config, facts: ModelFacts, layout: Layout, batch: Batch
         max_routes_bytes_per_node=round(read * share),
         checkpoint_bytes=checkpoint_bytes(facts, config.train),
         export_bytes=weight_sync_bytes(facts, config.train.dtype),
-        checkpoints=config.checkpoint.keep + 1 + (config.eval.best is not None),
+        checkpoints=checkpoints_to_come(config),
         disk_gb_per_second=links.get("disk"),
         grace_seconds=config.checkpoint.grace_seconds,
         weight_sync_bytes=weights,

@@ -10,6 +10,7 @@ from moe_rl.models.hf import read_model
 from moe_rl.planning.cluster_plan import Stage, disk_problems, memory_problems, transfer_problems
 from moe_rl.planning.plan_table import render
 from moe_rl.planning.sampler_memory import record_problems
+from moe_rl.planning.sampler_memory import checkpoints_to_come
 from tests.support.refusals import tells
 
 
@@ -60,7 +61,8 @@ def test_checkpoints_of_a_resumed_run_leave_their_disk_to_new_ones(
     plan_of, config_file, tmp_path, monkeypatch, saved, step, more
 ):
     """The disk is that of the folder, which may have been moved. An unfinished checkpoint is removed."""
-    config, plan, folder = load_config(config_file), plan_of("checkpoint.keep=3"), tmp_path / "moved/checkpoints"
+    often = ("checkpoint.keep=3", "checkpoint.every_steps=1", "run.steps=20")
+    config, plan, folder = load_config(config_file, often), plan_of(*often), tmp_path / "moved/checkpoints"
     usage, needed, asked = namedtuple("usage", "free"), more * plan.storage.checkpoint_bytes, set()
 
     def found(free):
@@ -76,6 +78,27 @@ def test_checkpoints_of_a_resumed_run_leave_their_disk_to_new_ones(
     (folder / ".step-000009.tmp/rank0.part").write_bytes(bytes(100))
     assert found(needed - 100) == [] and len(found(needed - 101)) == 1
     assert asked == {folder.parent}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "count"),
+    [
+        ([], 1),  # 6 steps, and a checkpoint every 10
+        (["checkpoint.every_steps=4"], 2),
+        (["checkpoint.every_steps=1"], 3),
+        (["eval.best=eval/pass_rate"], 4),
+        (["eval.best=eval/pass_rate", "run.steps=2"], 2),
+    ],
+)
+def test_a_short_run_needs_room_only_for_the_checkpoints_that_it_writes(plan_of, overrides, count):
+    assert plan_of(*overrides).storage.checkpoints == count
+
+
+def test_a_resumed_run_needs_room_for_the_checkpoints_of_its_remaining_steps(config_file):
+    """It was stopped after 3 of 12 steps. Checkpoints follow after 4, 8 and 12, and 3 are kept."""
+    config = load_config(config_file, ["checkpoint.keep=3", "checkpoint.every_steps=4", "run.steps=12"])
+    assert [checkpoints_to_come(config, done, 1) for done in (3, 4, 8, 11)] == [3, 2, 1, 1]
+    assert checkpoints_to_come(config, 4, 2) == 2 and checkpoints_to_come(config, 4, 3) == 1
 
 
 CLUSTER = ("cluster.gpus=2", "cluster.gpu_memory_gib=1", "cluster.reserved_gib=0")
