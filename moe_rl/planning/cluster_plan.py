@@ -76,6 +76,7 @@ class Plan:
         beside: the stages of the ranks that share their GPU with an engine; none if the sampler has its own GPUs.
         sleeps: whether engines give their memory back while the trainer works.
         samples: whether engines start. A run that replays another has none, so nothing must fit or reach them.
+        served: whether the engines are servers, named or planned.
     """
 
     layout: Layout
@@ -93,6 +94,7 @@ class Plan:
     beside: tuple[int, ...]
     sleeps: bool
     samples: bool
+    served: bool
 
     @property
     def shared_bytes(self) -> int:
@@ -122,7 +124,8 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int, prompts: int |
     stages = _stages(config, facts, layout, batch)
     rows = stages[0].activations.dispatched_rows
     storage = make_storage(config, facts, layout, batch)
-    sharing = 0 if config.cluster is None or has_servers(config) else min(config.rollout.engines, world_size)
+    served = has_servers(config)
+    sharing = 0 if config.cluster is None or served else min(config.rollout.engines, world_size)
     return Plan(
         layout=layout,
         batch=batch,
@@ -147,6 +150,7 @@ def make_plan(config: Config, facts: ModelFacts, world_size: int, prompts: int |
         beside=tuple(sorted({rank * layout.pipeline // world_size for rank in range(sharing)})),
         sleeps=config.rollout.sleep_level > 0,
         samples=config.run.replays is None,
+        served=served,
     )
 
 
@@ -193,8 +197,20 @@ def transfer_problems(plan: Plan) -> list[Problem]:
 
 
 def memory_problems(plan: Plan) -> list[Problem]:
-    """Return one message for each thing that does not fit; empty when everything fits or no cluster is given."""
-    return list(_misfits(plan))
+    """Return one message for each thing that does not fit; empty when everything fits. Without a cluster only the KV
+    cache of engines that the run starts is known."""
+    problems = list(_misfits(plan))
+    if plan.samples and plan.sampler.fitting == 0 and (plan.limit_bytes is not None or not plan.served):
+        problems.append(
+            describe(
+                "not one sequence of full length fits",
+                where={"key": "rollout.kv_cache_mib"},
+                got=f"{plan.sampler.kv_tokens:,} tokens",
+                expected=f"at least {plan.batch.max_sequence_tokens:,}",
+                do="raise it",
+            )
+        )
+    return problems
 
 
 def _misfits(plan: Plan) -> Iterator[Problem]:
@@ -236,14 +252,6 @@ def _misfits(plan: Plan) -> Iterator[Problem]:
             + "lower rollout.kv_cache_mib, use more ranks, keep less of the optimizer on the GPU "
             "(docs/howto/one_node.md), or name servers in rollout.servers",
             fault="shared",
-        )
-    if plan.sampler.fitting == 0:
-        yield describe(
-            "not one sequence of full length fits",
-            where={"key": "rollout.kv_cache_mib"},
-            got=f"{plan.sampler.kv_tokens:,} tokens",
-            expected=f"at least {plan.batch.max_sequence_tokens:,}",
-            do="raise it",
         )
 
 

@@ -180,11 +180,19 @@ def test_a_sampler_that_does_not_fit(plan_of):
     tells(message, key="rollout.kv_cache_mib", expected=("20,010",))
 
 
+def test_a_kv_cache_for_no_sequence_is_refused_without_a_cluster_if_the_run_starts_its_engine(plan_of):
+    short = ("rollout.max_completion_tokens=20000", "rollout.kv_cache_mib=1")
+    (message,) = memory_problems(plan_of(*short))
+    tells(message, key="rollout.kv_cache_mib", got="10,922 tokens", expected=("20,010",))
+    assert memory_problems(plan_of(*short, "rollout.servers=[http://10.0.0.1:80]")) == []
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
         [*CLUSTER, "rollout.kv_cache_mib=1024"],
         [*CLUSTER, "rollout.max_completion_tokens=20000", "rollout.kv_cache_mib=1"],
+        ["rollout.max_completion_tokens=20000", "rollout.kv_cache_mib=1"],
         ["rollout.weight_transfer=cuda_ipc"],
     ],
 )
