@@ -62,7 +62,7 @@ def _step(plan: Plan) -> list[Row]:
     batch, pairs = plan.batch, f"(token, expert) pairs of a rank and layer, {bytes_text(plan.dispatch_bytes)}"
     return [
         ("sequences", batch.sequences_per_step, ""),
-        ("tokens", batch.max_tokens_per_step, "at most"),
+        ("tokens", batch.max_tokens_per_step, f"at most{_uncounted(plan)}"),
         ("longest sequence", batch.max_sequence_tokens, "tokens, prompt and completion"),
         ("groups per update", batch.groups_per_update, f"{batch.sequences_per_update:,} sequences"),
         ("microbatches", batch.max_microbatches, "per rank and update, if all are full length"),
@@ -75,7 +75,7 @@ def _run(plan: Plan) -> list[Row]:
     batch, rounds = plan.batch, plan.batch.sampling_rounds
     unknown = "none: the prompts are endless" if batch.endless else "unknown: task.train cannot be read"
     epochs = unknown if batch.epochs is None else f"{batch.epochs:.2f}"
-    steps = batch.steps_per_epoch
+    steps, most = batch.steps_per_epoch, f"at most{_uncounted(plan)}"
     return [
         ("steps", batch.steps, ""),
         ("optimizer updates", batch.updates, ""),
@@ -110,7 +110,7 @@ def _memory(plan: Plan) -> list[Row]:
         ("reference model", bytes_text(memory.reference_bytes), "frozen" if memory.reference_bytes else "none"),
         ("activations", bytes_text(activations.peak_bytes), f"{kept}, then the largest peak on top"),
         *((("  of adapters", bytes_text(activations.adapter_bytes), "of one layer"),) if memory.adapter_bytes else ()),
-        ("routes and plans", bytes_text(stage.route_bytes), "of all microbatches of a step"),
+        ("routes and plans", bytes_text(stage.route_bytes), f"of all microbatches of a step{_uncounted(plan)}"),
         ("logits of these rows", bytes_text(activations.head_bytes), "with the last norm"),
         ("together", bytes_text(stage.total_bytes), _verdict(plan, stage.total_bytes)),
     ]
@@ -162,7 +162,7 @@ def _storage(plan: Plan) -> list[Row]:
     storage, copy = plan.storage, max(stage.memory.checkpoint_copy_bytes for stage in plan.stages)
     return [
         ("routes per token", f"{storage.routes_bytes_per_token:,} B", "raw"),
-        ("routes per step", bytes_text(storage.max_routes_bytes_per_step), "raw, at most"),
+        ("routes per step", bytes_text(storage.max_routes_bytes_per_step), f"raw, at most{_uncounted(plan)}"),
         ("routes per node", bytes_text(storage.max_routes_bytes_per_node), "of a step, read by its ranks"),
         ("one checkpoint", bytes_text(storage.checkpoint_bytes), _disk_times(storage)),
         ("one export", bytes_text(storage.export_bytes), _export_time(storage)),
@@ -200,6 +200,10 @@ def _balance(balance: SideBalance) -> list[Row]:
         ("samplers idle", f"{balance.idle_overlapped[0]:.0%}", idle[0]),
         ("trainers idle", f"{balance.idle_overlapped[1]:.0%}", idle[1]),
     ]
+
+
+def _uncounted(plan: Plan) -> str:
+    return "" if plan.batch.whole else ", not counting branches and segments"
 
 
 def bytes_text(count: int) -> str:

@@ -135,6 +135,8 @@ class Batch:
 
     Attributes:
         max_sequence_tokens: longest prompt plus longest completion.
+        whole: every completion is one sequence. False: an episode may have branches, or a completion segments, which
+            are not counted.
         max_microbatches: the most that a rank has per update.
         microbatch_rows: rows of a full microbatch, on all its context-parallel ranks together.
         prompts_per_epoch: number of prompts in task.train. None if unknown; the values that depend on it are then None
@@ -147,6 +149,7 @@ class Batch:
     groups_per_update: int
     sequences_per_update: int
     max_sequence_tokens: int
+    whole: bool
     max_tokens_per_step: int
     max_microbatches: int
     microbatch_rows: int
@@ -171,11 +174,13 @@ def make_batch(config: Config, layout: Layout, prompts: int | None) -> Batch:
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     per_microbatch = max(1, train.microbatch_tokens // longest)
     per_rank = -(-groups_per_update * rollout.group_size // layout.data)
+    cut = config.pipeline.by_group and config.pipeline.segments == "exact" and not rollout.stop
     return Batch(
         sequences_per_step=sequences,
         groups_per_update=groups_per_update,
         sequences_per_update=groups_per_update * rollout.group_size,
         max_sequence_tokens=longest,
+        whole=config.task.environment is None and not cut,
         max_tokens_per_step=sequences * longest,
         max_microbatches=-(-per_rank // per_microbatch),
         microbatch_rows=_microbatch_rows(train, layout),

@@ -129,6 +129,26 @@ def test_both_sides_of_a_shared_gpu_by_hand(plan_of, sleep):
     assert plan.shared_bytes == resident + engine + (0 if sleep else stage.activations.peak_bytes + routes)
 
 
+def test_attention_without_transformer_engine_pads_to_twice_the_rows(plan_of):
+    """40 rows, 3 layers. A padded row has 16 numbers of queries and output, 8 of keys and values, a float per head."""
+    ours, theirs = (plan_of(*more).fullest.activations for more in ((), ("train.megatron={apply_rope_fusion: true}",)))
+    assert ours.kept_bytes - theirs.kept_bytes == 3 * 40 * (2 * (2 * 16 + 2 * 8) + 4 * 4)
+
+
+def test_no_packing_exceeds_the_tokens_of_a_microbatch(plan_of):
+    assert plan_of("train.packing=load").batch.microbatch_rows == plan_of().batch.microbatch_rows == 40
+    assert plan_of("train.microbatch_tokens=41").batch.microbatch_rows == 48
+
+
+def test_what_is_cut_into_several_sequences_is_said_not_to_be_counted(plan_of):
+    queue, uncounted = "pipeline.mode=async", "not counting branches and segments"
+    episodes = "task.environment={run: moe_rl.tasks.environments.examples.calculator.run}"
+    for overrides in ((queue,), (episodes,)):
+        assert render(plan_of(*overrides)).count(uncounted) == 4
+    for overrides in ((), (queue, "pipeline.segments=first"), (queue, "rollout.stop=[x]")):
+        assert uncounted not in render(plan_of(*overrides))
+
+
 def test_memory_of_a_rank_without_the_distributed_optimizer(plan_of):
     """A rank has all of the state: two moments of each float32 parameter that it holds, without padding."""
     shared, whole = (
