@@ -198,7 +198,8 @@ class TrainConfig(Section):
     `parallel.context`."""
     packing: Literal["length", "load"] = "length"
     """How sequences are distributed over microbatches. length: all ranks get about the same number of tokens. load: the
-    recorded routes also load all ranks of `parallel.expert` evenly; a microbatch may then have up to 5% more tokens."""
+    recorded routes also load all ranks of `parallel.expert` evenly; the tokens may then differ by up to 5% more, and no
+    microbatch exceeds `microbatch_tokens`."""
     recompute: Literal["none", "uniform", "block", "moe"] = "none"
     """Which activations the backward pass computes again instead of keeping them. uniform: those of all layers; only
     the input of every `recompute_layers` layers is kept. block: those of the first `recompute_layers` layers of each

@@ -16,7 +16,7 @@ from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.check_cluster import has_servers
 from moe_rl.config.check_files import count_prompts, existing_folder, together
 from moe_rl.config.layout import Layout, chunk_layers, make_layout
-from moe_rl.config.passed_on import not_planned
+from moe_rl.config.passed_on import needs_engine, not_planned
 from moe_rl.config.schema import ClusterConfig, Config
 from moe_rl.errors import About, CheckpointError, Problem, describe
 from moe_rl.models.facts import ModelFacts
@@ -158,7 +158,9 @@ def _stages(config: Config, facts: ModelFacts, layout: Layout, batch: Batch) -> 
     rows = batch.microbatch_rows // layout.context
     # Every token counts as a completion token, and every sequence as one of full length.
     longest = batch.max_sequence_tokens
-    shape = Shape(rows, rows, longest, predicted=rows, dtype=config.train.dtype, copies=config.placement.copies)
+    # TransformerEngine's attention pads nothing. Ours gives sequences of different lengths up to twice their rows.
+    padded = rows if any(needs_engine(config)) else 2 * rows
+    shape = Shape(rows, padded, longest, predicted=rows, dtype=config.train.dtype, copies=config.placement.copies)
     runs, memory = chunk_layers(facts, config.parallel), stage_memory(config, facts, layout)
     return tuple(
         Stage(

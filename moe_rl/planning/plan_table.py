@@ -81,7 +81,7 @@ def _run(plan: Plan) -> list[Row]:
         ("optimizer updates", batch.updates, ""),
         ("prompts per epoch", unknown if batch.prompts_per_epoch is None else batch.prompts_per_epoch, ""),
         ("steps per epoch", unknown if steps is None else f"{steps:,.1f}", ""),
-        ("tokens per epoch", unknown if batch.max_tokens_per_epoch is None else batch.max_tokens_per_epoch, "at most"),
+        ("tokens per epoch", unknown if batch.max_tokens_per_epoch is None else batch.max_tokens_per_epoch, most),
         ("epochs", epochs, f"up to {rounds} times that" if rounds > 1 else ""),
     ]
 

@@ -15,6 +15,7 @@ from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import expected_tensors, layer_weights, parameter_count
 from moe_rl.models.peft import adapter_tensors
 from moe_rl.planning.memory import DTYPE_BYTES, state_bytes
+from moe_rl.planning.packing import padded_length
 from moe_rl.planning.parameters import adapter_buffers
 from moe_rl.trace import TraceSpec
 from moe_rl.trace.frame import MAX_AUX_BYTES
@@ -183,7 +184,7 @@ def make_batch(config: Config, layout: Layout, prompts: int | None) -> Batch:
         whole=config.task.environment is None and not cut,
         max_tokens_per_step=sequences * longest,
         max_microbatches=-(-per_rank // per_microbatch),
-        microbatch_rows=_microbatch_rows(train, layout),
+        microbatch_rows=padded_length(train.microbatch_tokens, layout.context),
         steps=run.steps,
         updates=run.steps * train.updates_per_step,
         sampling_rounds=rollout.dynamic_sampling_rounds,
@@ -193,14 +194,6 @@ def make_batch(config: Config, layout: Layout, prompts: int | None) -> Batch:
         epochs=run.steps * rollout.prompts_per_step / prompts if prompts else None,
         endless=any(source.kind == "generator" for source in config.task.train),
     )
-
-
-def _microbatch_rows(train: TrainConfig, layout: Layout) -> int:
-    """Return train.microbatch_tokens, up to 5% more where sequences are packed by load, in multiples of 8 for each
-    rank.
-    """
-    tokens = train.microbatch_tokens * (105 if train.packing == "load" else 100) // 100
-    return -(-tokens // (8 * layout.context)) * 8 * layout.context
 
 
 @dataclass(frozen=True, slots=True)
