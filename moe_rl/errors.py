@@ -289,6 +289,11 @@ class RequestRefused(EngineError):
     """A working sampler cannot do this call: the request, or the record of it, is at fault. No other server could."""
 
 
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error means that a call is at fault, and not the process that answers it or its disk."""
+    return isinstance(error, RequestRefused | TraceError) and not isinstance(error, DiskError)
+
+
 class SessionError(MoeRLError):
     """A session has reached a limit, or its turns and their records do not fit together. The message names the session,
     and the turn."""

@@ -242,9 +242,8 @@ class VllmEngine:
     def checked[R: Message](self, reply: Message, expected: type[R]) -> R:
         """Return a reply of the expected type; raise the error if it carries one."""
         if isinstance(reply, wire.Failed):
-            raise (WeightSyncError if reply.weights else RequestRefused)(
-                f"{reply.message} [{self._name}, pid {self.pid}, log {self._settings.log_path}]"
-            )
+            kind = WeightSyncError if reply.weights else RequestRefused if reply.refused else EngineError
+            raise kind(f"{reply.message} [{self._name}, pid {self.pid}, log {self._settings.log_path}]")
         return self._child.expect(reply, expected)
 
     async def _call[R: Message](self, call: wire.Call, expected: type[R]) -> R:

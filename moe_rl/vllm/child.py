@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 
 from moe_rl.disk import reason
-from moe_rl.errors import MoeRLError, WeightSyncError
+from moe_rl.errors import MoeRLError, WeightSyncError, is_refusal
 from moe_rl.messages import Channel
 from moe_rl.vllm import wire
 from moe_rl.vllm.child_engine import ChildEngine
@@ -112,7 +112,7 @@ class _Pulse:
 
 def _failure(error: Exception) -> wire.Failed:
     text = str(error) if isinstance(error, MoeRLError) else reason(error, Path(tempfile.gettempdir()))
-    return wire.Failed(text, isinstance(error, WeightSyncError))
+    return wire.Failed(text, isinstance(error, WeightSyncError), is_refusal(error))
 
 
 if __name__ == "__main__":

@@ -177,10 +177,12 @@ class Slept(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Reports that the call failed. `weights` marks failures about the weights."""
+    """Reports that the call failed. `weights` marks failures about the weights, and `refused` a call that is itself at
+    fault."""
 
     message: str
     weights: bool = False
+    refused: bool = False
 
 
 Call = Generate | Score | AskCounts | Update | Pause | Resume | Sleep | Wake

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from moe_rl.errors import DiskError, EngineError, MoeRLError, RequestRefused, TraceError
+from moe_rl.errors import EngineError, MoeRLError, is_refusal
 from moe_rl.vllm import loader, patches  # noqa: F401 - the loader registers itself where models are loaded
 from moe_rl.vllm.hooks import attach_recorder
 from moe_rl.vllm.native import NativeRecorder
@@ -109,7 +109,7 @@ class RecorderControl:
         try:
             return {"value": getattr(self, method)(*args)}
         except Exception as error:
-            if isinstance(error, RequestRefused | TraceError) and not isinstance(error, DiskError):
+            if is_refusal(error):
                 return {"refused": str(error)}
             traceback.print_exc()
             return {"failed": str(error) if isinstance(error, MoeRLError) else f"{type(error).__name__}: {error}"}

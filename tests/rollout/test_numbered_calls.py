@@ -2,10 +2,15 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from moe_rl.errors import DiskError, EngineError, RequestRefused, TraceDiskError, TraceError, WeightSyncError
 from moe_rl.rollout.child_process import ChildProcess
-from moe_rl.rollout.engine import NumberedCalls
+from moe_rl.rollout.engine import NumberedCalls, VllmEngine
 from moe_rl.vllm import wire
+from moe_rl.vllm.child import _failure
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -34,3 +39,23 @@ def test_a_long_call_is_sent_while_long_replies_come(tmp_path):
         assert [[(at, one.key) for at, one in told] for told in heard] == [[(0, "key")]] * 2 and child.alive()
     finally:
         child.close(wire.Close())
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RequestRefused("planted: too long"), RequestRefused),
+        (TraceError("planted: the shard exists"), RequestRefused),
+        (TraceDiskError("planted: the disk is full"), EngineError),
+        (DiskError("planted: the disk is full"), EngineError),
+        (EngineError("planted: NaN in the weights"), EngineError),
+        (WeightSyncError("planted: other weights"), WeightSyncError),
+        (RuntimeError("planted: vLLM is broken"), EngineError),
+    ],
+)
+def test_only_a_call_that_is_at_fault_is_refused(error, kind):
+    """An agent is told that its request was refused, and any other error ends a run."""
+    engine = SimpleNamespace(_name="engine", pid=7, _settings=SimpleNamespace(log_path="log"))
+    with pytest.raises(EngineError, match="planted.*pid 7") as caught:
+        VllmEngine.checked(engine, _failure(error), wire.Done)
+    assert type(caught.value) is kind
