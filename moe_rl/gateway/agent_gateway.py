@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_rl.errors import DataError, DiskError, RequestRefused, SessionError, TraceError
+from moe_rl.gateway.answer_grammar import markers_of
 from moe_rl.gateway.asking import AgentReply, BadRequest, ChatWish, SaidToken, SamplingRule, TextWish
 from moe_rl.gateway.dialogues import Dialogues
 from moe_rl.gateway.exchanges import AgentExchange, AgentExchanges, ClientCall
@@ -313,13 +314,21 @@ class AgentGateway:
         return replies
 
     def _constrained(self, wish: ChatWish) -> ChatWish:
-        """Return the wish with the grammar of its answer."""
+        """Return the wish with the grammar of its answer. Raises BadRequest if it cannot be followed."""
         if wish.constraint is None:
             return wish
         try:
             grammar = self._renderer.grammar.of(wish.constraint)
         except ValueError as error:
             raise BadRequest(str(error), wish.named("grammar"), code="unsupported_value") from None
+        # vLLM ends an answer with an error where its grammar needs a stop token before the end.
+        stops = {*self._text_stops, *wish.sampling.stop_token_ids} - {*self._renderer.stop_token_ids}
+        if wrong := stops & markers_of(grammar):
+            raise BadRequest(
+                f"the answer's grammar needs token {min(wrong)}, a stop token here or in rollout.stop_token_ids",
+                wish.named("stop_token_ids"),
+                code="unsupported_value",
+            )
         return replace(wish, sampling=replace(wish.sampling, grammar=grammar))
 
     def _parsed(self, prompt: tuple[int, ...], completion: Completion, wish: ChatWish) -> ParsedAnswer:

@@ -172,6 +172,17 @@ class AnswerGrammar:
         ]
 
 
+def markers_of(grammar: str) -> set[int]:
+    """Return the special tokens that a grammar requires somewhere."""
+    markers, parts = set[int](), [json.loads(grammar)["format"]]
+    while parts:
+        part = parts.pop()
+        markers |= {part["token"]} if part["type"] == "token" else set()
+        parts += part.get("elements", [])
+        parts += [part["content"]] if "content" in part else []
+    return markers
+
+
 def _sequence(elements: list[_Format]) -> _Format:
     return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
 

@@ -39,11 +39,13 @@ class _Answer(msgspec.Struct, frozen=True):
     """Holds a completion, or the next piece of one in a stream. `error` is set when the stream cannot continue."""
 
     choices: list[_Choice] = []
-    error: msgspec.Raw | None = None
+    error: object = None
 
 
 # Created at import time, by one thread: msgspec crashes when two threads are the first to decode a type.
 _ANSWER = msgspec.json.Decoder(_Answer)
+# vLLM's message for a request that ended with the finish reason "error". That of a dead engine differs.
+_ENDED_IN_ERROR = "Internal server error"
 
 
 async def collect(
@@ -68,7 +70,8 @@ async def collect(
         forever: whether the server may be silent indefinitely.
 
     Raises:
-        EngineError: the server is silent for too long, refuses the request, or cannot sample it.
+        RequestRefused: the server refuses the request, or cannot follow its grammar.
+        EngineError: the server is silent for too long, or cannot sample it.
     """
     params = sampling.parameters(request, RecordingRequest.of(request, shard))
     if request.grammar:
@@ -84,15 +87,20 @@ async def collect(
         }
     )
     seconds = None if forever else transport.timeout
-    async with transport.ask(client, "POST", GENERATE, asked, seconds) as response:
-        async for line in response.aiter_lines():
-            if (text := line.removeprefix("data: ")) and text != "[DONE]":
-                _add(sample, transport.decode(text, _ANSWER), request.key)
+    try:
+        async with transport.ask(client, "POST", GENERATE, asked, seconds) as response:
+            async for line in response.aiter_lines():
+                if (text := line.removeprefix("data: ")) and text != "[DONE]":
+                    _add(sample, transport.decode(text, _ANSWER), request.key)
+    except EngineError as error:
+        if request.grammar and _ENDED_IN_ERROR in error.message.got:
+            raise sampling.ended_in_error(request) from None
+        raise
 
 
 def _add(sample: Growing, answer: _Answer, key: str) -> None:
     if answer.error is not None or len(answer.choices) != 1:
-        got = bytes(answer.error)[:500].decode("utf-8", "replace") if answer.error else "no completion"
+        got = str(answer.error)[:500] if answer.error is not None else "no completion"
         raise EngineError("The vLLM server could not sample", where={"request": key}, got=got)
     (choice,) = answer.choices
     logprobs = [token.logprob for token in choice.logprobs.content]

@@ -74,11 +74,12 @@ class Growing:
             refs: references to routes by key.
 
         Raises:
-            EngineError: vLLM ended the request with an error (a grammar that it cannot make), did not report which
-                weights sampled each token, or a log-probability is not finite.
+            RequestRefused: see `ended_in_error`.
+            EngineError: as there, or vLLM did not report which weights sampled each token, or a log-probability is not
+                finite.
         """
         if self.finish_reason == "error":
-            raise EngineError("vLLM could not sample a completion", where={"request": request.key}, do="read its log")
+            raise ended_in_error(request)
         return Completion(
             key=request.key,
             prompt_token_ids=request.prompt_token_ids,
@@ -112,6 +113,18 @@ class Growing:
                 fault="versions",
             )
         return spans
+
+
+def ended_in_error(request: GenerateRequest) -> EngineError:
+    """Return the error for a request that vLLM ended with an error.
+
+    With a grammar the request is at fault: vLLM cannot make the grammar, or the grammar needs a stop token early.
+    """
+    where: About = {"request": request.key}
+    if request.grammar:
+        do = "simplify the grammar, or leave out stop tokens that it may need"
+        return RequestRefused("vLLM could not follow the grammar of a completion", where=where, do=do)
+    return EngineError("vLLM could not sample a completion", where=where, do="read its log")
 
 
 def sampled_logprobs(values: array[float] | Sequence[float], key: str) -> np.ndarray:

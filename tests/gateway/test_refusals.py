@@ -7,12 +7,13 @@ import aiohttp
 import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from tokenizers import Tokenizer
 
 from moe_rl.gateway import openai_dialect
 from moe_rl.gateway.asking import BadRequest
 from moe_rl.gateway.fields import checked
 from moe_rl.gateway.web import _OpenBody, _unknown
-from tests.gateway.conftest import chat_tokenizer
+from tests.gateway.conftest import ADD, chat_tokenizer
 from tests.gateway.scripted import OWNER, served
 
 
@@ -103,6 +104,37 @@ def test_every_refusal_names_the_field_in_the_form_of_its_dialect_and_makes_no_t
                 assert path not in (CHAT, TEXT, RESPONSES) or told["error"]["param"] == field, (case, told)
                 assert path not in (MESSAGES, COUNT) or told["type"] == "error", (case, told)
             assert not opened.session.turns and not running.sampler.asked
+
+    asyncio.run(run())
+
+
+def test_a_stop_token_that_a_constrained_answer_needs_is_refused(tmp_path):
+    """vLLM ends such an answer with an error: xgrammar takes a stop token only where the grammar is complete."""
+    chat_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ends, unused = map(tokenizer.token_to_id, ("</tool_call>", "<tool_response>"))
+    assert None not in (ends, unused)
+    forced = BODIES[CHAT] | {"tools": [ADD], "tool_choice": "required"}
+
+    async def run():
+        async with served(tmp_path, "x<|im_end|>") as running, aiohttp.ClientSession() as client:
+            opened = running.open()
+
+            async def refused(body) -> str | None:
+                url = f"{running.url}/s/{opened.key}{CHAT}"
+                async with client.post(url, json=body) as answer:
+                    told = await answer.json()
+                    assert answer.status in (200, 400), told
+                    return told["error"]["param"] if answer.status == 400 else None
+
+            assert await refused(forced | {"stop_token_ids": [unused, ends]}) == "stop_token_ids"
+            running.gateway._text_stops = (ends,)  # those of the config
+            assert await refused(forced) == "stop_token_ids"
+            running.gateway._text_stops = ()
+            assert not running.sampler.asked
+            for fine in (forced | {"stop_token_ids": [unused]}, BODIES[CHAT] | {"stop_token_ids": [ends]}):
+                assert await refused(fine) is None
+            assert len(running.sampler.asked) == 2
 
     asyncio.run(run())
 

@@ -3,6 +3,7 @@ token, which must be exactly what the grammar allows."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -252,6 +253,20 @@ def test_a_schema_that_cannot_be_followed_is_refused(masked, schema, told):
     chat(masked, opened, HI, max_tokens=1)
 
 
+def test_a_stop_token_in_a_forced_call_is_refused_and_loses_no_engine(masked, tokenizer, monkeypatch):
+    """xgrammar takes a stop token only where the grammar is complete, and vLLM ends the request with an error."""
+    opened, given = masked.open(), {"tools": [ADD], "tool_choice": "required"}
+    more = given | {"extra_body": {"stop_token_ids": [tokenizer.token_to_id("</tool_call>")]}}
+    with pytest.raises(openai.BadRequestError, match="grammar") as caught:
+        chat(masked, opened, SUM, **more)
+    assert caught.value.param == "stop_token_ids"
+    monkeypatch.setattr("moe_rl.gateway.agent_gateway.markers_of", lambda grammar: set())
+    with pytest.raises(openai.BadRequestError, match="grammar") as caught:
+        chat(masked, opened, SUM, temperature=0, **more)
+    assert caught.value.param == "tool_choice" and not masked.session(opened).turns
+    assert chat(masked, opened, SUM, temperature=0, **given).choices[0].message.tool_calls
+
+
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
@@ -279,6 +294,11 @@ def test_a_server_follows_grammars_too(checkpoint, router, tokenizer, tmp_path):
         wrong = replace(requests[0], grammar=json.dumps({"type": "structural_tag", "format": {"type": "nothing"}}))
         with refused(RequestRefused):
             client.generate([wrong], shard="wrong")
+        ended = replace(requests[0], stop_token_ids=(*STOPS, tokenizer.token_to_id('"')))
+        with refused(RequestRefused, request="r0"):
+            client.generate([ended], shard="ended")
+        with refused(RequestRefused, request="r0"):
+            asyncio.run(client.sample([ended], "streamed", leave=asyncio.Event()))
         assert len(client.generate(requests[:1], shard="after")) == 1
 
 

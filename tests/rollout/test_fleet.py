@@ -9,7 +9,7 @@ import asyncio
 import json
 import socket
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from unittest.mock import patch
 
 import httpx
@@ -27,10 +27,11 @@ from moe_rl.rollout.attach import attach_problems
 from moe_rl.rollout.fleet import ServerFleet
 from moe_rl.rollout.sampler import Blocking, ServerLost, assign, nobody, sample_all
 from moe_rl.rollout.server import _PUBLISH_TOKENS, VllmServer
-from moe_rl.rollout.transport import Transport
+from moe_rl.rollout.transport import Transport, collect
 from moe_rl.types import Completion, GenerateRequest, RouteRef, ScoredTokens, sampled_by
 from moe_rl.vllm.api_server import make_token
 from moe_rl.vllm.control import GENERATE, Served
+from moe_rl.vllm.sampling import Growing
 from moe_rl.vllm.server_control import Control
 from moe_rl.weights.update import (
     Broadcast,
@@ -486,6 +487,30 @@ def test_only_the_call_is_at_fault_where_the_server_says_so(tmp_path, monkeypatc
     with pytest.raises(EngineError, match="planted") as error:
         VllmServer("http://host:1", token).stats()
     assert isinstance(error.value, RequestRefused) == refuses
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("grammar", "message", "refuses"),
+    [("{}", "Internal server error", True), ("", "Internal server error", False), ("{}", "EngineCore died", False)],
+)
+def test_a_grammar_that_a_server_cannot_follow_loses_no_server(
+    tmp_path, monkeypatch, stream, grammar, message, refuses
+):
+    """Another server could not follow it either."""
+    make_token(token := tmp_path / "token")
+    error = {"error": {"message": message, "type": "InternalServerError", "code": 500}}
+    answer = httpx.Response(200, text=f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n")
+    answers = httpx.MockTransport(lambda _: answer if stream else httpx.Response(500, json=error))
+    transport, request = Transport("http://host:1", token, 9), replace(asked(0, 0), grammar=grammar)
+
+    async def run():
+        async with httpx.AsyncClient(transport=answers) as client:
+            await collect(transport, client, request, Growing(), "shard", stream=stream, forever=False)
+
+    with refused(EngineError, request.key if refuses or stream else message) as caught:
+        asyncio.run(run())
+    assert isinstance(caught.value, RequestRefused) == refuses
 
 
 def test_the_records_of_a_step_are_published_in_parts_that_a_server_takes(tmp_path, monkeypatch):

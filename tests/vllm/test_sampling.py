@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_rl.errors import EngineError
+from moe_rl.errors import EngineError, RequestRefused
 from moe_rl.types import GenerateRequest, RoutePart, RouteRef, VersionSpan, sampled_by
 from moe_rl.vllm.recording import RecordingRequest
 from moe_rl.vllm.sampling import Growing, ReportedSpan, check, forwarded, parameters
@@ -119,8 +119,11 @@ def test_text_is_read_only_for_stop_strings():
 
 
 def test_a_request_that_vllm_ends_with_an_error_has_no_completion():
-    with refused(EngineError, request="a"):
+    with refused(EngineError, request="a") as caught:
         grown(2, finish="error").completion(request(), {})
+    assert not isinstance(caught.value, RequestRefused)
+    with refused(RequestRefused, request="a"):  # no other sampler could follow this grammar
+        grown(2, finish="error").completion(replace(request(), grammar="{}"), {})
 
 
 def test_a_grammar_needs_masks_and_text():
