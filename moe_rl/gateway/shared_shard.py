@@ -28,6 +28,8 @@ class SharedShard:
     Attributes:
         name: the shard's name, new in the store.
         fresh: whether turns may have been recorded since the last publication that succeeded. The caller sets it.
+        unrecovered: the shards of lost places whose files are not recovered yet, for example because their process
+            lives. Each publication tries again.
 
     Args:
         trace: the store, which has no other shards being filled.
@@ -38,6 +40,7 @@ class SharedShard:
         self._publishing = asyncio.Lock()
         self.name = f"gateway-{secrets.token_hex(4)}"
         self.fresh = self._open = False
+        self.unrecovered: set[str] = set()
 
     async def publish(self, *, last: bool = False) -> None:
         """Publish the records of all turns that have ended. Those of a place that is lost are recovered.
@@ -50,19 +53,24 @@ class SharedShard:
         """
         async with self._publishing:
             self._open |= self.fresh
-            if not (self._open if last else self.fresh):
-                return
-            self.fresh = False
-            shards = [self._sampler.shard_at(place, self.name) for place in self._sampler.places]
-            try:
-                lost = await self._sampler.publish(self.name, keep_open=not last)
-            except BaseException as error:
-                self.fresh = True
-                if not (last and isinstance(error, SamplerGone)):
-                    raise
-                lost = shards
-            for name in lost:
-                await asyncio.to_thread(recover_shard, self._trace, name, DYING_SECONDS)
+            waits = dict.fromkeys(self.unrecovered, 0.0)
+            if self._open if last else self.fresh:
+                waits |= dict.fromkeys(await self._lost(last=last), DYING_SECONDS)
+            for name, seconds in waits.items():
+                done = await asyncio.to_thread(recover_shard, self._trace, name, seconds)
+                (self.unrecovered.discard if done else self.unrecovered.add)(name)
+
+    async def _lost(self, *, last: bool) -> list[str]:
+        """Publish what the places hold. Returns the shards of places that are lost."""
+        self.fresh = False
+        shards = [self._sampler.shard_at(place, self.name) for place in self._sampler.places]
+        try:
+            return await self._sampler.publish(self.name, keep_open=not last)
+        except BaseException as error:
+            self.fresh = True
+            if not (last and isinstance(error, SamplerGone)):
+                raise
+            return shards
 
     async def tend(self, failed: Callable[[MoeRLError], None]) -> None:
         """Publish again and again, until cancelled. failed: called with each error."""

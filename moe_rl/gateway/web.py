@@ -30,7 +30,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from moe_rl.errors import MoeRLError, SessionError
+from moe_rl.errors import MoeRLError, SessionError, TraceError
 from moe_rl.gateway import anthropic_dialect as anthropic
 from moe_rl.gateway import openai_dialect as openai
 from moe_rl.gateway import responses_dialect as responses
@@ -213,7 +213,14 @@ class GatewayApp:
             await self._gateway.shard.publish()
         try:
             file = await asyncio.to_thread(self._keeper.keep, finished)
-        except SessionError:  # after any other error, such as a full disk, it can be finished again
+        except SessionError as error:  # after any other error, such as a full disk, it can be finished again
+            shard = self._gateway.shard
+            if error.message.fault == "no record" and shard is not None and shard.unrecovered:
+                raise TraceError(
+                    f"The records of a lost server are not recovered yet: {error}",
+                    where={"shard": ", ".join(sorted(shard.unrecovered))},
+                    do="end the server's process, see that the disk has room, and finish the session again",
+                ) from error
             self._gateway.forget(session)
             raise
         self._gateway.forget(session)

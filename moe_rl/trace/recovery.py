@@ -107,14 +107,17 @@ def unsealed(root: Path) -> dict[Path, str]:
     return {path: match[1] for path in root.glob(f".*{TMP}") if (match := pattern.fullmatch(path.name))}
 
 
-def recover_shard(root: Path, name: str, seconds: float) -> None:
+def recover_shard(root: Path, name: str, seconds: float) -> bool:
     """Publish what a dead writer left of shard `name` in the store at `root`, of its parts and of its pipeline stages,
     under the same names. Does nothing where nothing can be recovered: a reader then finds no such shard.
 
     Args:
         seconds: how long to wait for a writer to die. A living one keeps its file.
+
+    Returns:
+        Whether no file of it is left.
     """
-    deadline = time.monotonic() + seconds
+    deadline, left = time.monotonic() + seconds, False
     for path, whole in unsealed(root).items():
         while whole == name or whole.startswith(f"{name}."):
             try:
@@ -123,8 +126,10 @@ def recover_shard(root: Path, name: str, seconds: float) -> None:
                 break
             except TraceError as error:
                 if error.message.fault != "unfinished" or time.monotonic() > deadline:
+                    left = True
                     break
             time.sleep(_POLL_SECONDS)
+    return not left
 
 
 def _frame(file: LocalFile, header: ShardHeader, offset: int, end: int) -> tuple[Frame, bytes]:

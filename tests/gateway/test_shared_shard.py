@@ -10,6 +10,7 @@ import pytest
 from moe_rl.errors import EngineError, SamplerGone
 from moe_rl.gateway import shared_shard
 from moe_rl.gateway.shared_shard import SharedShard
+from moe_rl.trace import ShardWriter, TraceSpec, TraceStore
 
 
 class Places:
@@ -35,7 +36,7 @@ class Places:
 @pytest.fixture
 def recovered(monkeypatch):
     names = []
-    monkeypatch.setattr(shared_shard, "recover_shard", lambda root, name, seconds: names.append(name))
+    monkeypatch.setattr(shared_shard, "recover_shard", lambda root, name, seconds: not names.append(name))
     return names
 
 
@@ -70,6 +71,29 @@ def test_what_a_lost_place_wrote_is_recovered(tmp_path, recovered):
         asyncio.run(run(Places(SamplerGone("died")), last=False))
     name = asyncio.run(run(Places(SamplerGone("died")), last=True))
     assert recovered == ["a-1", f"{name}-0", f"{name}-1"]
+
+
+def test_what_a_lost_place_holds_while_its_process_lives_is_recovered_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_shard, "DYING_SECONDS", 0.0)
+    living = ShardWriter(tmp_path, "a-1", TraceSpec("model", 4, 2, "m"))
+    (path,) = tmp_path.glob(".a-1.*.tmp")
+
+    async def run():
+        sampler = Places(lost=["a-1"])
+        shard = SharedShard(sampler, tmp_path)
+        shard.fresh = True
+        await shard.publish()
+        sampler.lost = []  # a lost place is told once
+        await shard.publish()
+        assert shard.unrecovered == {"a-1"} and not TraceStore(tmp_path).shards()
+        written = path.read_bytes()
+        living.abandon()
+        path.write_bytes(written)  # as the kernel leaves it: nobody holds its lock
+        await shard.publish()
+        assert not shard.unrecovered and TraceStore(tmp_path).shards() == ["a-1"]
+        assert sampler.published == [True]
+
+    asyncio.run(run())
 
 
 def test_turns_whose_publication_failed_are_published_again(tmp_path):

@@ -127,7 +127,7 @@ def test_a_collector_may_take_the_file_once_it_is_recovered(tmp_path, left, monk
         assert store.collect_garbage() == [dead.name]
 
     monkeypatch.setattr(recovery, "recover", collected)
-    recovery.recover_shard(tmp_path, "s", 0.0)
+    assert recovery.recover_shard(tmp_path, "s", 0.0)
     assert store.records("s") == refs
 
 
@@ -154,4 +154,4 @@ def test_a_file_that_cannot_be_recovered_is_not_waited_for(tmp_path, left, monke
     monkeypatch.setattr(recovery, "_POLL_SECONDS", 3600.0)
     recovery.recover_shard(tmp_path, "s", 7200.0)
     dead.write_bytes(b"")
-    recovery.recover_shard(tmp_path, "s", 7200.0)
+    assert not recovery.recover_shard(tmp_path, "s", 7200.0)
