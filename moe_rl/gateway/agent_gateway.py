@@ -124,13 +124,15 @@ class AgentGateway:
         return opened
 
     def reopen(self, keeper: SessionKeeper) -> list[str]:
-        """Reopen the sessions of a killed gateway. Returns what is wrong with those that cannot be reopened.
+        """Reopen the sessions of a killed gateway, and number new ones after all that it opened. Returns what is wrong
+        with those that cannot be reopened.
 
         Args:
             keeper: holds the finished sessions and checks the records of open ones.
         """
         problems, journals = [], self._journals
         assert journals is not None  # without journals there is nothing to reopen
+        self.book.number_after([*keeper.names(), *journals.names()])
         for name in journals.names():
             if keeper.has(name):
                 journals.remove(name)  # the gateway was killed just as the session was finished

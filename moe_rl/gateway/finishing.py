@@ -59,6 +59,10 @@ class SessionKeeper:
         check_session(finished, self._store)
         return finished
 
+    def names(self) -> list[str]:
+        """Return the names of the sessions that have a file."""
+        return [path.stem for path in self._folder.glob("*.session")]
+
     def has(self, name: str) -> bool:
         """Return whether a session has a file."""
         return (self._folder / f"{name}.session").exists()

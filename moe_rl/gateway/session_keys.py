@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moe_rl.errors import SessionError
@@ -34,6 +35,11 @@ class SessionBook:
         self._start = secrets.token_hex(4)
         self._opened = 0
         self._open: dict[str, tuple[bytes, Session]] = {}
+
+    def number_after(self, names: Iterable[str]) -> None:
+        """Number new sessions after these, so that their seeds differ."""
+        numbers = [int(number) for name in names if (number := name.rpartition("-")[2]).isdecimal()]
+        self._opened = max([self._opened, *(number + 1 for number in numbers)])
 
     def __len__(self) -> int:
         return len(self._open)

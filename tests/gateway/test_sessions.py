@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +13,12 @@ from hypothesis import strategies as st
 
 from moe_rl import messages
 from moe_rl.errors import SessionError
+from moe_rl.gateway.agent_gateway import AgentGateway
+from moe_rl.gateway.finishing import SessionKeeper
+from moe_rl.gateway.session_journal import SessionJournals
 from moe_rl.gateway.session_keys import SessionBook
 from moe_rl.gateway.sessions import FinishedSession, Session, SessionLimits
+from moe_rl.trace import TraceStore
 from moe_rl.types import VersionSpan
 from tests.gateway.session_turns import WIDE, said, take
 from tests.support.refusals import refused
@@ -182,6 +188,22 @@ def test_what_was_continued_stays_received():
     session.drop(place)
     assert session.tell_received([0], False) == session.tell_received([1]) == []
     assert [turn.received for turn in Session.of(session.finish()).turns] == [True, False]
+
+
+def test_a_gateway_that_goes_on_in_a_folder_numbers_on(tmp_path):
+    """The seeds of a session derive from its number: a group that spans the restart would consist of copies."""
+    (tmp_path / "s0123abcd-000004.session").touch()
+    (tmp_path / "s0123abcd-000007.journal").touch()
+    (tmp_path / "other.journal").touch()
+    book, journals = SessionBook(9, WIDE), SessionJournals(tmp_path)
+    gateway = AgentGateway("m", SimpleNamespace(stop_token_ids=()), None, None, book, journals, ())
+
+    async def reopen():
+        return gateway.reopen(SessionKeeper(tmp_path, TraceStore(tmp_path)))
+
+    problems = asyncio.run(reopen())
+    assert len(problems) == 2, "both journals are empty"
+    assert [book.open("g", now=0.0).session.seed for _ in range(2)] == ["000008", "000009"]
 
 
 def test_a_session_answers_to_its_own_key_alone():
