@@ -245,11 +245,18 @@ class AgentGateway:
         """Note that the replies were sent completely, if the client is still there, or that nobody received them."""
         exchange.exit(call)
         if not call.gone:
+            exchange.readers.add(call)
             self._tell_received(session, exchange.turns, received=True)
-            call.on_leave(lambda: self._tell_received(session, exchange.turns, received=False))
+            call.on_leave(lambda: self._unread(session, exchange, call))
             asyncio.get_running_loop().call_later(_UNREAD_SECONDS, call.on_leave, nobody)
         if not (call.gone and exchange.waited_for):
             self._release(session, exchange)
+
+    def _unread(self, session: Session, exchange: AgentExchange, call: ClientCall) -> None:
+        """Note that a client left without reading the replies. Another may have read them."""
+        exchange.readers.discard(call)
+        if not exchange.readers:
+            self._tell_received(session, exchange.turns, received=False)
 
     def _tell_received(self, session: Session, turns: Sequence[int], *, received: bool) -> None:
         news = [] if session.ended else session.tell_received(turns, received)

@@ -63,6 +63,7 @@ class AgentExchange:
         leave: set once nobody waits for the samples any more, or the session is aborted.
         replies: for its clients, empty if it was aborted. None: they are not kept.
         turns: numbers of the sampled turns.
+        readers: the clients to which the replies were sent, without those that left them unread.
         place: the reservation of the session's limits, until a client has the replies or nobody waits for them.
     """
 
@@ -75,6 +76,7 @@ class AgentExchange:
             self.replies = asyncio.get_running_loop().create_future()
         self.turns = list(turns or ())
         self.place: PendingTurns | None = None
+        self.readers: set[ClientCall] = set()
         self._clients: set[ClientCall] = set()
 
     @property

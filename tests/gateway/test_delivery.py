@@ -19,7 +19,7 @@ from moe_rl.gateway import listening
 from moe_rl.gateway.session_sequences import sequences_of
 from moe_rl.gateway.sessions import Session, SessionLimits
 from tests.gateway.conftest import chat_tokenizer
-from tests.gateway.scripted import served
+from tests.gateway.scripted import OWNER, served
 from tests.gateway.session_turns import WIDE
 
 HI = {"model": "any", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -276,6 +276,51 @@ def test_a_client_asks_again_while_a_proxy_still_waits(folder):
         assert await second == "hello"
 
     assert sampled(played(folder, play)) == [(True, "stop")]
+
+
+def test_a_turn_that_one_client_got_stays_received_when_another_leaves_it_unread(folder):
+    """A proxy and a client that asked again wait for one reply."""
+
+    async def play(running, opened, client):
+        running.sampler.goes.clear()
+        proxy = raw(running, opened)
+        while not running.sampler.asked:
+            await asyncio.sleep(0.01)
+        again = raw(running, opened, **AGAIN)
+        await asyncio.sleep(0.1)
+        running.sampler.goes.set()
+        await quiet(opened.session)
+        for connection, received in ((again, True), (proxy, False)):
+            connection.close()
+            await asyncio.sleep(0.1)
+            assert sampled(opened.session) == [(received, "stop")]
+
+    assert len(played(folder, play).turns) == 1
+
+
+@pytest.mark.parametrize("recovered", [False, True])
+def test_a_session_is_not_deleted_while_a_lost_server_holds_its_records(folder, tmp_path, recovered):
+    async def run():
+        async with served(folder, ONE, kept=tmp_path) as running, aiohttp.ClientSession() as client:
+            opened = running.open()
+            await post(running, opened, client)
+            lost = set() if recovered else {"gateway-server1"}
+            running.gateway.shard = SimpleNamespace(unrecovered=lost, publish=quietly)
+            url = f"{running.url}/sessions/{opened.session.name}/finish"
+            for _ in range(2):
+                async with client.post(url, headers={"Authorization": f"Bearer {OWNER}"}) as answer:
+                    told = await answer.json()
+                    assert answer.status == (409 if recovered else 500), told
+                if recovered:
+                    break
+            known = running.gateway.book.named(opened.session.name)
+            assert (known, [*tmp_path.iterdir()] == []) == (None if recovered else opened.session, recovered)
+
+    asyncio.run(run())
+
+
+async def quietly() -> None:
+    """Publish nothing."""
 
 
 def test_an_unread_reply_uses_the_limits_once_it_is_read(folder):
