@@ -96,13 +96,13 @@ class SampledCall(RunningCall):
     def publish(self, source: WorkerSource) -> None:
         sequences, aborted = sampling.forwarded(self.requests, self.asks, self.outputs)
         for ask, output in zip(self.asks, self.outputs, strict=True):
-            if ask is not None and ask.key in sequences and not output.aborted:
+            if ask is not None and output.token_ids and not output.aborted:
                 source.finished(ask, output.token_ids, output.result)
         cut = self.keep_open and not self.requests
         source.publish(str(self.number), self.shard, sequences, aborted, self.keep_open, cut)
         stats = ", ".join(f"{count} {name}" for name, count in sorted(source.stats().items()))
-        rows = sum(map(len, sequences.values()))
-        print(f"shard {self.shard}: {len(sequences)} sequences, {rows} rows; since the start: {stats}")
+        rows = [len(ids) for ids in sequences.values() if ids]
+        print(f"shard {self.shard}: {len(rows)} sequences, {sum(rows)} rows; since the start: {stats}")
 
     def reply(self, refs: dict[str, RouteRef]) -> wire.Reply:
         pairs = zip(self.requests, self.outputs, strict=True)

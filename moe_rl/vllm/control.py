@@ -52,8 +52,8 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Defines the body of /moe_rl/publish; the answer is {key: RouteRef}. `sequences` maps a key to its forwarded token
-    ids. With `keep_open` the shard remains open, and with `cut` its records so far are published, see
-    Recorder.publish."""
+    ids, or to none if its record is not awaited. With `keep_open` the shard remains open, and with `cut` its records so
+    far are published, see Recorder.publish."""
 
     sink: str
     sequences: dict[str, list[TokenId]]

@@ -103,7 +103,8 @@ class Recorder:
 
         Args:
             sink: name of the shard.
-            sequences: key -> all token ids that must have been forwarded, prompt first.
+            sequences: key -> all token ids that must have been forwarded, prompt first. Without ids nobody awaits the
+                record, and a request that still runs gets none.
             aborted: keys of requests stopped early; their records are marked.
             keep_open: publish nothing yet. The records are in the shard's file but not synced to the disk, and later
                 records of this shard may continue them. Each is named in one such call.
@@ -115,6 +116,9 @@ class Recorder:
                 visible. EngineError: a sequence was not recorded, or was recorded with other tokens. The shard is then
                 unchanged.
         """
+        for request in self._requests.values():
+            if (ask := request.ask) is not None and ask.sink == sink and not len(sequences.get(ask.key, (0,))):
+                request.ask = None
         self._journal.work_off(wait=True)
         return self.sinks.publish(sink, sequences, aborted, keep_open, cut)
 

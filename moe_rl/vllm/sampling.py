@@ -315,11 +315,12 @@ def forwarded(
 ) -> tuple[dict[str, list[int]], list[str]]:
     """Return what to publish: key -> token ids that must have been forwarded, and the keys of aborted requests.
 
-    An aborted request is published if it has at least one sampled token.
+    A request that ended before its first sampled token is not published. It has no token ids here, so that its record
+    is not awaited.
     """
     sequences, aborted = {}, []
     for request, ask, sample in zip(requests, asks, samples, strict=True):
-        if ask is not None and sample.token_ids:
-            sequences[ask.key] = [*request.prompt_token_ids, *sample.token_ids[:-1]]
-            aborted += [ask.key] if sample.aborted else []
+        if ask is not None:
+            sequences[ask.key] = [*request.prompt_token_ids, *sample.token_ids[:-1]] if sample.token_ids else []
+            aborted += [ask.key] if sample.aborted and sample.token_ids else []
     return sequences, aborted

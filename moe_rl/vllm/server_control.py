@@ -109,9 +109,10 @@ class Control:
         await _call(engine, "moe_rl_open", message.sink, message.folder)
 
     async def _publish(self, engine, message: control.Publish) -> dict:
-        if unknown := set(message.aborted) - message.sequences.keys():
-            raise RefusedCall(400, f"aborted: {min(unknown)!r} is none of the sequences")
-        await _settle(engine, message.sink, message.sequences if message.keep_open else None)
+        awaited = {key for key, ids in message.sequences.items() if ids}
+        if unknown := set(message.aborted) - awaited:
+            raise RefusedCall(400, f"aborted: {min(unknown)!r} is none of the sequences with tokens")
+        await _settle(engine, message.sink, awaited if message.keep_open else None)
         call = secrets.token_hex(8)
         publication = message.sink, message.sequences, message.aborted, message.keep_open, message.cut
         await _call(engine, "moe_rl_publish", call, *publication)

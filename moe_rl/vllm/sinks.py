@@ -91,7 +91,7 @@ class _Sink:
         part: its number, from 0.
         cut: whether it is published, so that the next record begins another.
         records: key -> reference to all stored rows, token ids and sums of all rows, first row to refer to. A record
-            is left out once its reference is returned.
+            is left out once its reference is returned, or nobody awaits it.
         families: prompt -> a record that begins with this prompt, and the prompt's rows.
         family_bytes: of these rows.
         recent: digest of a record -> token ids and weight versions of all its rows.
@@ -314,13 +314,14 @@ class Sinks:
                 sink.forget()
                 sink.cut = True
             raise lost
-        refs = {key: self._claim(name, sink, key, np.asarray(ids, np.int64)) for key, ids in sequences.items()}
+        claims = [(key, np.asarray(ids, np.int64)) for key, ids in sequences.items() if len(ids)]
+        refs = {key: self._claim(name, sink, key, ids) for key, ids in claims}
         for key in aborted:
             if not sink.cut and refs[key].parts[0].shard == sink.writer.name:  # a published part cannot be marked
                 sink.writer.mark_aborted(key)
         if keep_open and not cut:
-            for key in refs:
-                del sink.records[key]
+            for key in sequences:
+                sink.records.pop(key, None)
             return refs
         try:
             if not sink.cut:

@@ -314,6 +314,18 @@ def test_requests_are_kept_over_a_pause(server):
     server.alive()
 
 
+def test_a_publication_waits_for_no_request_whose_record_nobody_awaits(server, monkeypatch):
+    """Its client left before its first token. If its end comes late, as in a pause, a client must not lose the
+    server."""
+    server.alive()
+    monkeypatch.setattr(server_control, "_SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(server.engine, "moe_rl_unfinished", lambda sink: ["left"], raising=False)
+    assert server.answers("POST", "/moe_rl/open", b'{"sink": "late"}').status_code == 200
+    for ids, status in (([], 200), ([1], 409)):
+        body = {"sink": "late", "sequences": {"left": ids}, "keep_open": True}
+        assert server.answers("POST", "/moe_rl/publish", json.dumps(body).encode()).status_code == status
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
 def test_an_agent_is_sent_to_the_gateway(server, path):
     answer = server.answers("POST", path, b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}')

@@ -727,3 +727,14 @@ def test_rows_that_are_exchanged_behind_the_buffer_are_refused(replayed, plant, 
 def test_whole_records_that_are_exchanged_in_the_sink_are_refused_by_their_tokens(replayed):
     with refused(EngineError, fault="another token", request="a", position=0):
         replayed(in_the_sink("routes", "sums", "token_ids"))
+
+
+def test_a_request_that_still_runs_gets_no_record_if_nobody_awaits_it(fake):
+    """Its client left before its first token. vLLM tells the end of a before the publication, and that of b after."""
+    tokens = [8, 9, 10]
+    fake.step(new=[("a", "a", [1], 0, tokens), ("b", "b", [2], 0, tokens), ("c", "c", [3], 0, tokens)])
+    fake.step(finished=["a"])
+    assert fake.recorder.publish("shard", {"a": [], "b": []}, [], True).result() == {}
+    fake.step(finished=["b", "c"])
+    assert [*fake.recorder.publish("shard", {"c": tokens}, [], True).result()] == ["c"]
+    assert not fake.recorder.sinks._open["shard"].records

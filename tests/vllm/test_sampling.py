@@ -155,7 +155,7 @@ def test_what_was_forwarded_is_published():
     requests = [request(key) for key in "abcd"]
     asks = [RecordingRequest(one.key, "shard") for one in requests[:3]] + [None]
     samples = [grown(2), grown(1, finish="abort"), Growing(finish_reason="abort"), grown(2)]
-    assert forwarded(requests, asks, samples) == ({"a": [5, 6, 7, 10], "b": [5, 6, 7]}, ["b"])
+    assert forwarded(requests, asks, samples) == ({"a": [5, 6, 7, 10], "b": [5, 6, 7], "c": []}, ["b"])
 
 
 def test_what_is_recorded_travels_with_the_request():

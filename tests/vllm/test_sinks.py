@@ -313,3 +313,13 @@ def test_the_short_records_of_a_step_are_one_piece_of_work(sinks, monkeypatch):
     assert pieces == ["handed", 3 * size]
     refs = sinks.publish("shard", {str(number): rows_of(number).token_ids for number in range(5)}, []).result()
     assert pieces == ["handed", 3 * size, "handed", 2 * size, 0] and list(refs) == list("01234")
+
+
+def test_a_record_that_nobody_awaits_stays_in_no_memory(sinks):
+    """A gateway's shard is filled for as long as it runs."""
+    rows = rows_of(1)
+    for key in ("left before its first token", "said"):
+        add(sinks, key, rows)
+    sequences = {"left before its first token": [], "never begun": [], "said": rows.token_ids}
+    assert [*sinks.publish("shard", sequences, [], keep_open=True).result()] == ["said"]
+    assert not sinks._open["shard"].records
