@@ -45,8 +45,8 @@ from moe_rl.trace.recovery import recover_shard, unsealed
 from moe_rl.vllm.api_server import announced, bound_socket, make_token, url_of
 from moe_rl.vllm.control import read_token
 
-# Each call to a server holds four connections.
-_MOST_CALLS = 192
+# Each sample holds a connection to its server, and each call three more: 895 at most, with a last call of 128 samples.
+_MOST_SAMPLES = 192
 _SETTLE_SECONDS = 2.0
 # Folder of the sessions, in that of the gateway.
 SESSIONS = "sessions"
@@ -141,7 +141,7 @@ def gateway_over(
         vocabulary=facts.vocab,
         reads_text=reads_text,
         keeps_support=config.rollout.keep_sampling_mask,
-        at_once=min(config.rollout.max_concurrent, _MOST_CALLS),
+        at_once=min(config.rollout.max_concurrent, _MOST_SAMPLES),
     )
     usual = SessionLimits(limits.session_tokens, limits.session_turns, limits.session_seconds)
     return AgentGateway(

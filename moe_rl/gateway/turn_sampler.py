@@ -35,7 +35,7 @@ class SamplerBounds:
         vocabulary: number of rows of the embeddings.
         reads_text: whether it finds stop strings.
         keeps_support: whether it records the ids that a token could be drawn from, which a grammar needs.
-        at_once: concurrent calls at one place.
+        at_once: samples at one place, from which on no further call begins there.
     """
 
     max_model_len: int
@@ -61,7 +61,7 @@ class TurnSampler:
         self.bounds, self.version = bounds, version
         self.counts: Counter[str] = Counter(sampled_again=0, lost_tokens=0, recorded_anew=0, over_older_rows=0)
         self._sampler, self._seed = sampler, seed
-        self._running: Counter[int] = Counter()
+        self._running: Counter[int] = Counter()  # samples at each place
         self.held = False
         self._changed = asyncio.Event()
 
@@ -109,7 +109,7 @@ class TurnSampler:
         number, recorded = f"{start}{session.calls}", session.shard is not None
         call, seed = f"{session.name}/{number}", f"{session.seed}/{number}"
         for again in itertools.count():
-            home = await self._enter(session, leave)
+            home = await self._enter(session, place.samples, leave)
             if home is None:
                 return [], False
             try:
@@ -124,7 +124,7 @@ class TurnSampler:
                 self.counts["lost_tokens"] += lost.tokens
                 continue
             finally:
-                self._running[home] -= 1
+                self._running[home] -= place.samples
                 self._change()
             began = [sample.oldest_version for sample in sampled if sample.versions]
             self.version = max([self.version, *(sample.newest_version for sample in sampled if sample.versions)])
@@ -179,7 +179,7 @@ class TurnSampler:
             for sample in range(place.samples)
         ]
 
-    async def _enter(self, session: Session, leave: asyncio.Event) -> int | None:
+    async def _enter(self, session: Session, samples: int, leave: asyncio.Event) -> int | None:
         """Wait for room, and return the place: the session's previous one, or the one with the most room. Returns None
         if `leave` is set before."""
         while not leave.is_set():
@@ -191,7 +191,7 @@ class TurnSampler:
                 place = home if home is not None and home in places else min(places, key=lambda n: self._running[n])
                 if self._running[place] < self.bounds.at_once:
                     session.home = place
-                    self._running[place] += 1
+                    self._running[place] += samples
                     return place
             await _wait_for_any(self._changed, leave)
         return None

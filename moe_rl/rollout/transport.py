@@ -1,4 +1,4 @@
-"""Makes HTTP calls with the run's token and typed answers. Every failure is an EngineError that names the server."""
+"""Makes HTTP calls with the run's token and typed answers. Each failure of a server is an EngineError that names it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from moe_rl.disk import allow_files
-from moe_rl.errors import About, EngineError, RequestRefused
+from moe_rl.errors import About, EngineError, MoeRLError, RequestRefused
 from moe_rl.types import GenerateRequest
 from moe_rl.vllm import sampling
 from moe_rl.vllm.control import GENERATE, RUN_HEADER, read_token
@@ -207,15 +207,15 @@ class Transport:
 def _files_for(connections: int) -> Iterator[None]:
     """Let this process open as many files as it may while a client has connections.
 
-    Raises EngineError if that is too few for the connections of all its clients: a server that cannot be called for
-    want of files would look unreachable.
+    Raises MoeRLError if that is too few for the connections of all its clients: a server that cannot be called for want
+    of files would look unreachable. It is no EngineError, because no server is at fault.
     """
     hard = allow_files()
     _connections.append(connections)
     try:
         needed = sum(_connections) + _OTHER_FILES
         if needed > hard != resource.RLIM_INFINITY:
-            raise EngineError(
+            raise MoeRLError(
                 "Too many requests to vLLM servers at once",
                 got=f"{hard} open files allowed",
                 expected=f"{needed}, for {sum(_connections)} connections",

@@ -269,3 +269,32 @@ def test_a_turn_that_cannot_be_recorded_loses_no_place(engine):
         assert not session.busy and not session.turns
 
     asyncio.run(run())
+
+
+def test_calls_begin_at_a_place_until_it_has_enough_samples():
+    class Slow(ManyWeights):
+        def __init__(self):
+            super().__init__()
+            self.goes = asyncio.Event()
+
+        async def sample(self, place, requests, **more):
+            self.asked.append(len(requests))
+            await self.goes.wait()
+            return [said(one.prompt_token_ids, [3], key=one.key) for one in requests]
+
+    async def run():
+        sampler, session = Slow(), Session("n", "g", WIDE, 0.0)
+        turns = TurnSampler(sampler, replace(BOUNDS, at_once=4), seed=1)
+
+        async def call(samples):
+            place = session.begin([1, 2], samples=samples, max_tokens=1, now=0.0)
+            return await turns.sample(session, place, SamplingWish(samples=samples), asyncio.Event())
+
+        calls = [asyncio.create_task(call(samples)) for samples in (3, 9, 1, 9)]
+        await asyncio.sleep(0.01)
+        assert sampler.asked == [3, 9]
+        sampler.goes.set()
+        assert [len(sampled) for sampled, _ in await asyncio.gather(*calls)] == [3, 9, 1, 9]
+        assert not +turns._running
+
+    asyncio.run(run())
