@@ -76,7 +76,7 @@ class EpisodeGateway:
     def __init__(self, config: Config, facts: ModelFacts, sampler: Sampler, run_dir: Path):
         assert config.task.environment is not None
         self._config, self._environment, self._failures = config, config.task.environment, run_dir / FAILURES
-        renderer = ChatRenderer(config.model.path, config.gateway.renderer, config.gateway.differs_in)
+        renderer = ChatRenderer(config.model.path, config.gateway.renderer, config.gateway.differs_in, config.run.date)
         self.gateway: AgentGateway = gateway_over(
             sampler, config, facts, renderer, None, None, version=0, reads_text=True
         )

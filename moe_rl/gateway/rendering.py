@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,19 @@ class ChatRenderer:
         reads_tools: whether it finds tool calls in completions.
     """
 
-    def __init__(self, model_path: Path, settings: Mapping[str, Any], differs_in: Collection[DialogueKind] = ()):
+    def __init__(
+        self,
+        model_path: Path,
+        settings: Mapping[str, Any],
+        differs_in: Collection[DialogueKind] = (),
+        day: datetime.date | None = None,
+    ):
         """Load the tokenizer and the renderer.
 
         Args:
             settings: the key gateway.renderer.
             differs_in: the key gateway.differs_in.
+            day: the day that prompts tell, if they tell one; None: today. It does not change at midnight.
 
         Raises:
             ConfigError: there is no such renderer or setting, or it does not fit this model.
@@ -96,8 +104,10 @@ class ChatRenderer:
             kind = config_from_name(name)
             if kind is None:
                 raise ValueError("a name of the package `renderers` is needed, such as default or qwen3")
-            config = type(kind).model_validate(dict(settings))
-            self._load = lambda: transformers_tokenizer(model_path)
+            today = day or datetime.date.today()
+            dated = {"conversation_start_date": today.isoformat()} if hasattr(kind, "conversation_start_date") else {}
+            config = type(kind).model_validate({**dated, **settings})
+            self._load = lambda: _on_day(transformers_tokenizer(model_path), today)
             self._make = lambda tokenizer: create_renderer(_EncodesOnce(tokenizer), config)
             self._tokenizer = self._load()
             self._renderer = self._make(self._tokenizer)
@@ -282,6 +292,12 @@ class ChatRenderer:
     def _told(self, where: Difference) -> str:
         written, expected = (self._tokenizer.decode(list(ids)) for ids in (where.ours, where.theirs))
         return f"from token {where.at} on: {written!r} instead of {expected!r}"
+
+
+def _on_day(tokenizer: Any, day: datetime.date) -> Any:
+    """Return a tokenizer whose chat template takes this day for today."""
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=day.strftime)
+    return tokenizer
 
 
 def _listed(tools: Sequence[Mapping[str, Any]]) -> list[Any] | None:

@@ -73,7 +73,7 @@ def run_gateway(
     with writing("the folder for sessions could not be created", sessions):
         sessions.mkdir(exist_ok=True)
     facts = read_model(config.model.path)
-    renderer = ChatRenderer(config.model.path, config.gateway.renderer, config.gateway.differs_in)
+    renderer = ChatRenderer(config.model.path, config.gateway.renderer, config.gateway.differs_in, config.run.date)
     token_file = (token_file or folder / "token").absolute()
     make_token(token_file)
     token = read_token(token_file)

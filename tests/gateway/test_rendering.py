@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import shutil
 from pathlib import Path
@@ -242,3 +243,17 @@ def test_a_chat_finds_the_turn_that_it_continues():
     assert known.find(timed, [], any_system=True) is None
     known.add(HI, [ADD], reply, 7)
     assert known.find([*HI, reply], [ADD]) == (7, 2), "the newest turn counts"
+
+
+def test_prompts_tell_one_day(folder, tmp_path, codec, monkeypatch):
+    """A run that goes on after midnight, or is resumed, has the prompts of its first day."""
+    day = datetime.date(2025, 1, 2)
+    place = with_template(folder, tmp_path / "dated", "{{ strftime_now('%Y-%m-%d') }}" + PLAIN)
+    own = ChatRenderer(place, {"name": "default"}, (), day)
+    assert codec.decode(own.render(HI, ())).startswith("2025-01-02<|im_start|>")
+    told = []
+    monkeypatch.setattr("renderers.create_renderer", lambda _, config: told.append(config.conversation_start_date))
+    for more in ({}, {"conversation_start_date": "2025-03-04"}):
+        with refused(ConfigError, fault="renderer"):  # the tokenizer is not gpt-oss's
+            ChatRenderer(place, {"name": "gpt-oss", **more}, (), day)
+    assert told == ["2025-01-02", "2025-03-04"]
