@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.megatron.models import TRAIN, facts
 from moe_rl.planning.packing import rows_of
+from tests.megatron.models import TRAIN, facts
 
 
 @pytest.mark.parametrize("size", [8, 4], ids=["whole", "partial"])
@@ -80,6 +80,8 @@ def test_sinks_that_their_layer_does_not_mark_are_those_of_a_ranks_own_heads(one
     second = SimpleNamespace(rank=lambda: 1)
     assert len(sinks) == 2
     assert all(_is_cut(values) and param_is_not_tensor_parallel_duplicate(values, second) for values in sinks)
+
+
 HEADS, KEYS, SIZE = 4, 2, 8
 UNEVEN, EVEN = (48, 4, 8, 12, 4, 4), (16, 12, 12, 16)
 

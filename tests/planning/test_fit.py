@@ -9,8 +9,7 @@ from moe_rl.config.load import load_config
 from moe_rl.models.hf import read_model
 from moe_rl.planning.cluster_plan import Stage, disk_problems, memory_problems, transfer_problems
 from moe_rl.planning.plan_table import render
-from moe_rl.planning.sampler_memory import record_problems
-from moe_rl.planning.sampler_memory import checkpoints_to_come
+from moe_rl.planning.sampler_memory import checkpoints_to_come, record_problems
 from tests.support.refusals import tells
 
 

@@ -300,5 +300,5 @@ def test_a_text_of_a_table_that_is_not_utf8_is_told_with_its_row(tmp_path):
     rows = [*read_rows(source(tmp_path / "rows.parquet"), "task.train.0", set())]
     assert [where["row"] for where, _ in rows] == [0, 1, 2, 3, 4]
     (where, fault), whole = rows.pop(2), [row for _, row in rows]
-    assert whole == [*({"prompt": text, "more": [text]} for text in "abd"), {"more": ["e"]}]
+    assert whole == [*({"prompt": text, "more": [text]} for text in ("a", "b", "d")), {"more": ["e"]}]
     assert where["file"] == str(tmp_path / "rows.parquet") and isinstance(fault, ValueError) and "utf-8" in str(fault)
