@@ -132,9 +132,9 @@ def reopen(
         ConfigError: `path` is not a run folder, or another key is changed: that would be a different run.
     """
     folder = existing(path, "--resume, --run")
-    config = anchored(load_config(folder.config, overrides))
+    before, config = anchored(load_config(folder.config)), anchored(load_config(folder.config, overrides))
     where: About = {"option": "--resume, --run", "folder": path}
-    if wrong := edited(folder, where) or change_problem(load_config(folder.config), config, may_change, where):
+    if wrong := edited(folder, where) or change_problem(before, config, may_change, where):
         raise ConfigError(wrong)
     return folder, config
 
