@@ -158,15 +158,17 @@ def test_a_run_that_is_asked_to_stop_during_its_last_evaluation_is_not_finished(
     assert run.did == ["evaluate", "export, last True", *([] if asked else ["report"])]
 
 
-@pytest.mark.parametrize("peak", [None, 1e9])
-def test_utilization_is_what_training_needs_over_what_its_devices_can_do(monkeypatch, peak):
-    """Two ranks of 10^9 operations a second had 0.5 s for sequences of 5 and 3 tokens; None: nobody knows."""
+@pytest.mark.parametrize(("peak", "adapters"), [(None, False), (1e9, False), (1e9, True)])
+def test_utilization_is_what_training_needs_over_what_its_devices_can_do(monkeypatch, peak, adapters):
+    """Two ranks of 10^9 operations a second had 0.5 s for sequences of 5 and 3 tokens; None: nobody knows. Weights
+    under adapters need no gradients."""
     monkeypatch.setattr(trainer.world, "peak_memory", dict)
     monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 2)
     model, metrics, clock = facts(), {}, Clock(lambda part: None)
     clock.seconds = dict.fromkeys(trainer._TRAINING, 0.5)
     guards = SimpleNamespace(after_step=lambda step, metrics: None)
     run = SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(lora=object() if adapters else None)),
         facts=model, peak_flops=peak, main=None, train_step=SimpleNamespace(guards=guards),
         keeping=SimpleNamespace(spent=dict), evidence=SimpleNamespace(of=lambda *_, **__: nullcontext()),
     )  # fmt: skip
@@ -177,7 +179,7 @@ def test_utilization_is_what_training_needs_over_what_its_devices_can_do(monkeyp
     assert logged["throughput/trained_tokens_per_second"] == 16
     # of each token 2 layers of attention (768 elements), router (192) and 4 experts (384 each), and the output matrix
     matrices = 2 * (768 + 12 * 16 + 4 * 3 * 8 * 16) + 96 * 16
-    needed = 3 * (2 * matrices * 8 + 2 * 2 * 2 * (8 + 8) * (15 + 6))
+    needed = (2 if adapters else 3) * 2 * matrices * 8 + 3 * 2 * 2 * 2 * (8 + 8) * (15 + 6)
     assert logged.get("throughput/mfu") == (None if peak is None else needed / (0.5 * 2 * 1e9))
 
 
