@@ -318,7 +318,7 @@ def test_a_publication_waits_for_no_request_whose_record_nobody_awaits(server, m
     """Its client left before its first token. If its end comes late, as in a pause, a client must not lose the
     server."""
     server.alive()
-    monkeypatch.setattr(server_control, "_SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(server_control, "_SETTLE_POLLS", 9)
     monkeypatch.setattr(server.engine, "moe_rl_unfinished", lambda sink: ["left"], raising=False)
     assert server.answers("POST", "/moe_rl/open", b'{"sink": "late"}').status_code == 200
     for ids, status in (([], 200), ([1], 409)):
