@@ -313,7 +313,7 @@ ALL = (
         "How much this step's alignment test could see: the mean, over its core claims and the ranks, of the share of "
         "planted faults that it would have refused. The test compares the recorded routes with the scores of the "
         "trainer's routers before the first update under them (guards.alignment). Core claims are those about rows of "
-        "another layer, token, prompt or completion, or of nothing. Of several tests in a step the weakest counts.",
+        "another layer, token, prompt or completion, or of nothing. If a step has several tests, the weakest counts.",
         "Low: few tokens per rank, short sequences, or routers that choose alike for all tokens. Only the checksums "
         "would detect such faults."),
     Metric("routing/alignment_evidence", "nats", "lower", MEASURED, R3,
