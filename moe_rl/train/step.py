@@ -10,8 +10,8 @@ Also checks that an update learns from each of its sequences exactly once, and f
 
 A completion is sealed when it is made, and a verdict's digest is made when its reward and group are joined to it
 (`types.py`). `check_batch` compares both before anything is computed. `check_update` recomputes the seals from the
-tensors that the loss used, after the gradient is computed and before the optimizer moves a weight. All digests are made
-on the host.
+tensors of the loss: for all updates before the first one, and for each once more after its gradient is computed and
+before the optimizer moves a weight. All digests are made on the host.
 
 Also checks what only the first update of a run can show: sampler, trainer and reference have the same weights.
 
@@ -169,12 +169,12 @@ def check_batch(sequences: Seq[Sequence], group_ids: Seq[int], before: Collectio
         ).by_all()
 
 
-def check_update(share: Share, calls: Mapping[int, int]) -> None:
+def check_update(share: Share, calls: Mapping[int, int] | None = None) -> None:
     """Check what an update learned from. All ranks call this together, before the optimizer moves a weight.
 
     Args:
         share: This rank's part of the update.
-        calls: How often the loss of each microbatch was computed on this rank.
+        calls: How often the loss of each microbatch was computed on this rank; None before the update: once.
 
     Raises:
         ReplayError: A sequence did not enter the loss exactly once, or entered it with tokens, log-probabilities,
@@ -186,7 +186,7 @@ def check_update(share: Share, calls: Mapping[int, int]) -> None:
     for number, work in enumerate(share.work):
         packed = [share.all[i] for i in work.microbatch.indices]
         for sequence in packed:
-            counts[place[sequence.key]] += calls.get(number, 0) if computes else 1
+            counts[place[sequence.key]] += 1 if calls is None or not computes else calls.get(number, 0)
         if computes:
             seals, credit = work.microbatch.seals(packed), work.microbatch.given_advantages()
             for sequence, seal, advantages in zip(packed, seals, credit, strict=True):
@@ -314,6 +314,8 @@ class TrainStep:
                 probe = TemperatureProbe(policy, shares[0].work, mode, self.config.rollout.temperature)
         credit = give_credit(objective, sequences, group_ids, shares)
         with clock("train"):
+            for share in shares[1:]:  # a fault in a later one must not show after the first has moved the weights
+                check_update(share)
             for number, share in enumerate(shares):
                 observed = number == 0 and (own_old or objective.old_logprobs != "trainer")
                 align = aligns[number] if number < len(aligns) and (observed or number) else None
