@@ -122,6 +122,7 @@ def read_rows(path: Path) -> tuple[list[Row], bool]:
         return [], False
     lines = path.read_bytes().split(b"\n")
     rows: list[Row] = []
+    checked = False  # the first lines of a run from an early version have no checksum
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -131,8 +132,10 @@ def read_rows(path: Path) -> tuple[list[Row], bool]:
                 isinstance(row, dict) and isinstance(row.get("step"), int) and row.get("kind") in ("train", "eval")
             ):
                 raise ValueError("not a metrics line")
-            if row.pop(_CHECKSUM, None) not in (None, _checksum(row)):
-                raise ValueError("another checksum")
+            checksum = row.pop(_CHECKSUM, None)
+            if (checked or checksum is not None) and checksum != _checksum(row):
+                raise ValueError("another checksum, or none")
+            checked = checksum is not None
         except ValueError as error:
             if number == len(lines):  # without a newline, the last line was being written
                 return rows, True

@@ -224,6 +224,13 @@ def test_a_line_without_a_checksum_is_read(tmp_path):
     assert read_run(tmp_path).train == [{"step": 1, "kind": "train", "reward/mean": 0.5}]
 
 
+def test_a_line_that_lost_its_checksum_is_refused(tmp_path, step_metrics):
+    lines = [encode(step, "train", step_metrics(step)) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join([lines[0], lines[1].replace('"checksum"', '"chccksum"')]))
+    with refused(MoeRLError, line=2):
+        read_run(tmp_path)
+
+
 def test_lost_lines_are_told_at_a_resume(log_of, tmp_path, capsys, step_metrics):
     lines = [encode(step, "train", step_metrics(step)) for step in (1, 3, 4)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
