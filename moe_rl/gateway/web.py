@@ -116,6 +116,7 @@ class GatewayApp:
             ]
         handlers = {HTTPException: _unknown, BadRequest: _refused, ClientDisconnect: _left, Exception: _broken}
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
+        self.asgi.router.redirect_slashes = False  # its address would be the client's Host header
 
     def _serving(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
         async def serve(request: Request) -> Response:
