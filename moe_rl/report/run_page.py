@@ -192,7 +192,8 @@ def _proof(run: RunLines, s: dict[str, Any]) -> dict[str, Any]:
         note += f" at worst: {count(fallback)} (token, layer) positions routed natively and {count(dropped)} sequences "
         note += "dropped, as the config allows"
     replayed = "Replay (R3) of the sampler's routes" if run.mode == "r3" else "Replay (R2) of the trainer's own routes"
-    return {"mode": run.mode, "checks": [*checks, (whole, note)], "good": good, "replayed": replayed}
+    weak = [f"{claim.replace('_', ' ')} ({steps})" for claim, steps in s["routes_weak_claims"].items()]
+    return {"mode": run.mode, "checks": [*checks, (whole, note)], "good": good, "replayed": replayed, "weak": weak}
 
 
 def _samples(samples: list[SampleLine]) -> list[tuple[str, list[tuple[SampleLine, list[dict[str, Any]]]]]]:

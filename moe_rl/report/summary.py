@@ -13,6 +13,7 @@ from moe_rl.errors import About, ArgumentError
 from moe_rl.report.lines import RunLines, pass_rates, read_run
 
 FILE = "summary.json"
+_PROVEN = "routing/proven/"
 
 
 def summarize(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +89,7 @@ def measure(run: RunLines) -> dict[str, Any]:
         "routes_consumed": _total(run, "routing/consumed"),
         "routes_expected": _total(run, "routing/expected"),
         "routes_exact_every_step": _exact(run),
+        "routes_weak_claims": _weak(run),
         "trace_bytes": _total(run, "trace/bytes"),
         "trace_bytes_per_token": _bytes_per_token(run),
         "sampled_tokens": round(sum(sampled)) if sampled else None,
@@ -133,6 +135,12 @@ def _exact(run: RunLines) -> bool | None:
         and (row.get("routing/coverage") == 1 or (row.get("routing/fallback_positions") or 0) > 0)
         for row in run.train
     )
+
+
+def _weak(run: RunLines) -> dict[str, int]:
+    """Return, for each claim of the alignment test, the number of steps in which some rank could not prove it."""
+    shares = [(key, share) for row in run.train for key, share in row.items() if key.startswith(_PROVEN)]
+    return dict(sorted(Counter(key.removeprefix(_PROVEN) for key, share in shares if share != 1).items()))
 
 
 def _bytes_per_token(run: RunLines) -> float | None:

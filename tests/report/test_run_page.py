@@ -176,6 +176,16 @@ def test_a_broken_proof_is_loud(synthetic_run, facts, step_metrics, faults):
     assert text.count("<details open><summary><b>") == 1  # of routing/; groups without a fault are folded
 
 
+def test_weak_claims_are_said(synthetic_run, facts, step_metrics):
+    run_dir = synthetic_run()
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(
+            encode(40, "train", step_metrics(40) | {"routing/proven/single_ids": 0.5, "routing/proven/layer": 1})
+        )
+    _, page = report(run_dir, facts)
+    assert "in how many of 40 steps: single ids (1)." in page.words
+
+
 def test_replay_off_says_so_and_claims_nothing(unreplayed):
     _, _, page = unreplayed
     assert "Replay is off." in page.words

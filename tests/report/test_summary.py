@@ -109,6 +109,13 @@ def test_faults_that_cancel_in_the_sum_are_seen(tmp_path, step_metrics, facts):
     assert s["routes_exact_every_step"] is False
 
 
+def test_the_steps_in_which_a_claim_was_weak_are_counted(tmp_path, step_metrics, facts):
+    shares = {1: (1, 0.5), 2: (1, 0), 3: (1, 1)}
+    steps = {step: {"routing/proven/layer": a, "routing/proven/single_ids": b} for step, (a, b) in shares.items()}
+    write(tmp_path, step_metrics, steps)
+    assert summarize(tmp_path, facts)["routes_weak_claims"] == {"single_ids": 2}
+
+
 def test_replay_off(tmp_path, step_metrics, facts):
     write(tmp_path, step_metrics, {1: {"policy_kl/k3": 0.002}, 2: {"policy_kl/k3": 0.004}}, replay=False)
     s = summarize(tmp_path, facts | {"replay_mode": "off"})
