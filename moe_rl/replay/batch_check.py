@@ -116,7 +116,8 @@ def check_batch(
         scores: For each sequence floats [T, L, E], what these routers rank by. They show single wrong ids too, and near
             ties.
         prompts: Number of prompt tokens of each sequence; None: each sequence is one text.
-        lags: For each sequence integers [T]: how many updates the weights that routed a row are behind.
+        lags: For each sequence integers [T]: how many updates ago the oldest weights behind a row were the trainer's:
+            those that routed it, or made keys that the sampler kept over an update.
         seen: For each sequence bool [T], the rows that the witness has, such as those of one rank; None: all.
         groups: Groups of experts among which the routers choose first; with scores they need native_topk too.
         names: Of the sequences, for messages.

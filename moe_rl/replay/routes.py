@@ -37,11 +37,13 @@ class RowPolicy:
         missing: For tokens without a recorded route: "refuse", or "native" to let the router choose.
         stale: For rows routed by older weights than `weight_version`: "replay", or "native" to let the router choose.
         max_staleness: How many versions these weights may lag. Rows that lag more are refused.
+        keep_keys: The sampler keeps keys over an update, so newer weights attend to keys of older ones.
     """
 
     missing: Literal["refuse", "native"] = "refuse"
     stale: Literal["replay", "native"] = "replay"
     max_staleness: int = 0
+    keep_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +56,7 @@ class SequenceRoutes:
         recorded: bool [T], rows whose recorded route was read.
         lags: int64 [T], how many versions the weights that routed each recorded row lag the trainer's; 0 for other
             rows.
+        key_lags: int64 [T], the same; if the sampler keeps keys, the largest up to this row.
         versions: int64 [T], the version of these weights; 0 for other rows.
         prompt: Number of prompt tokens.
     """
@@ -64,6 +67,7 @@ class SequenceRoutes:
     native: np.ndarray
     recorded: np.ndarray
     lags: np.ndarray
+    key_lags: np.ndarray
     versions: np.ndarray
     prompt: int = 0
 
@@ -71,7 +75,7 @@ class SequenceRoutes:
     def complete(cls, key: str, token_ids: np.ndarray, routes: np.ndarray) -> SequenceRoutes:
         """Make the routes of a sequence whose rows are all recorded and replayed, routed by weights of version 0."""
         nothing, zeros = np.zeros(len(routes), bool), np.zeros(len(routes), np.int64)
-        return cls(key, token_ids, routes, native=nothing, recorded=~nothing, lags=zeros, versions=zeros)
+        return cls(key, token_ids, routes, nothing, ~nothing, lags=zeros, key_lags=zeros, versions=zeros)
 
 
 def missing_rows(sequence: Sequence) -> int:
@@ -168,8 +172,14 @@ def read_routes(
             _check_versions(sequence, made, rows.start, expected_versions)
             lags[rows], versions[rows] = weight_version - made, made
         native = missing | ((lags > 0) if policy.stale == "native" else False)
+        key_lags = lags
+        if policy.keep_keys:  # the sequence knows the versions of rows that this rank does not read
+            of_sampled = np.where(expected_versions < 0, 0, weight_version - expected_versions)
+            key_lags = np.maximum.accumulate(np.maximum(lags, of_sampled))
         prompt = len(sequence.prompt_token_ids)
-        sequence_routes.append(SequenceRoutes(sequence.key, tokens, routes, native, recorded, lags, versions, prompt))
+        sequence_routes.append(
+            SequenceRoutes(sequence.key, tokens, routes, native, recorded, lags, key_lags, versions, prompt)
+        )
     return sequence_routes
 
 
@@ -292,7 +302,7 @@ def microbatch_routes(
     salts = np.concatenate([row_salts(name, tokens, part.versions).view(np.int64) for name, tokens, part in of_rows])
     native, recorded = (np.concatenate([getattr(part, name) for part in parts]) for name in ("native", "recorded"))
     owners = np.repeat(np.arange(len(lengths)), lengths)
-    lags = np.concatenate([part.lags for part in parts])
+    lags, key_lags = (np.concatenate([getattr(part, name) for part in parts]) for name in ("lags", "key_lags"))
     real = (np.arange(len(ids)) < tokens)[rows]
     # Each sequence has one checksum of its rows to replay, and one of those that have a record and are not replayed.
     here = np.zeros(len(ids), bool)
@@ -316,7 +326,7 @@ def microbatch_routes(
             len(lengths),
             spec.num_experts,
         ),
-        places=RowPlaces.of(fed, [part.prompt for part in parts], recorded, rows, lags),
+        places=RowPlaces.of(fed, [part.prompt for part in parts], recorded, rows, key_lags),
         routes=dict(zip(layers, on_device(ids[rows]).transpose(0, 1).contiguous(), strict=True)),
         checksums=dict(zip(layers, sums.T.contiguous(), strict=True)),
         unreplayed=unreplayed.sum(1),
@@ -349,7 +359,7 @@ def padding_routes(tokens: int, layers: int, spec: TraceSpec, *, expert_parallel
 def _padding(rows: int, layers: int, spec: TraceSpec, expert_parallel: int) -> SequenceRoutes:
     nothing, zeros = np.zeros(rows, bool), np.zeros(rows, np.int64)
     routes = padding_routes(rows, layers, spec, expert_parallel=expert_parallel)
-    return SequenceRoutes(PADDING, zeros, routes, nothing, nothing, lags=zeros, versions=zeros)
+    return SequenceRoutes(PADDING, zeros, routes, nothing, nothing, lags=zeros, key_lags=zeros, versions=zeros)
 
 
 def _indices(routes: np.ndarray) -> np.ndarray:

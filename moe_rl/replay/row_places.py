@@ -32,7 +32,8 @@ class RowPlaces:
         token: int64 [R], the token that is fed.
         prefix: uint64 [R], equal for rows with the same tokens up to and including their own.
         context: uint64 [R], equal for rows with the same last four tokens.
-        lag: int64 [R], how many versions the weights that routed the row lag the trainer's.
+        lag: int64 [R], how many versions the oldest weights behind a row lag the trainer's: those that routed it, or
+            made keys that the sampler kept over an update.
     """
 
     sequence: np.ndarray

@@ -226,6 +226,7 @@ class Shares:
             missing="native" if replay.missing == "native" else "refuse",
             stale=replay.stale,
             max_staleness=config.pipeline.lag,
+            keep_keys=config.pipeline.kv == "keep",
         )
 
     def divide(
@@ -331,7 +332,7 @@ class Shares:
                     self.store, packed, self.spec, weight_version=weight_version, layers=self.layers, policy=self.rows
                 )
                 old, lags = microbatch.rollout_logprobs, weight_version - microbatch.versions
-                if self.config.pipeline.kv == "keep":
+                if self.rows.keep_keys:
                     lags = with_keys(lags, microbatch.counts)
                 work.append(Work(microbatch, table, old_logprobs=old, lags=lags))
             divided = divisors(self.config.objective.name, sequences, longest)

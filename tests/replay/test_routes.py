@@ -412,6 +412,31 @@ def test_rows_of_older_weights_are_marked_and_treated_as_asked(tmp_path, stored,
         read(weight_version=6)
 
 
+@pytest.mark.parametrize(("keep_keys", "of_keys"), [(False, [2] * 6 + [1, 0]), (True, [2] * 8)])
+def test_rows_behind_an_update_have_the_lag_of_the_oldest_keys_that_the_sampler_kept(
+    tmp_path, stored, keep_keys, of_keys
+):
+    """A rank that reads no older row knows it too. The lags that replay.stale and the metrics use stay."""
+    _, (first, _), _ = stored
+    spans = [Span(6, 4, Provenance.DECODE), Span(1, 5, Provenance.DECODE), Span(1, 6, Provenance.DECODE)]
+    table = routes_of(np.random.default_rng(8), 8)
+    with ShardWriter(tmp_path / "mixed", "step2", SPEC) as writer:
+        ref = writer.add("s0", table, fed(first).astype(np.int32), spans)
+        ref = signed(ref, table, SPEC.moe_layers, fed(first), versions=versions_of_rows(spans))
+    sampled = (VersionSpan(2, 4), VersionSpan(1, 5), VersionSpan(1, 6))
+    read = partial(
+        read_one, TraceStore(tmp_path / "mixed"), dataclasses.replace(first, routes=ref, versions=sampled), SPEC,
+        layers=SPEC.moe_layers, fed=fed(first), weight_version=6,
+        policy=RowPolicy(max_staleness=2, keep_keys=keep_keys),
+    )  # fmt: skip
+    there = read(here=np.ones(8, bool))
+    laid = lay([there], padding=1)
+    assert there.lags.tolist() == [2] * 6 + [1, 0] and laid.stale_tokens == 7
+    assert laid.places.lag.tolist() == [*of_keys, 0]
+    last = read(here=np.arange(8) == 7)
+    assert last.recorded.tolist() == [False] * 7 + [True] and last.key_lags[7] == of_keys[7]
+
+
 @pytest.mark.parametrize("expert_parallel", [1, 2, 4])
 def test_padding_is_valid_and_spread(expert_parallel):
     rows = padding_routes(8, 3, SPEC, expert_parallel=expert_parallel)

@@ -22,7 +22,8 @@ def sequence(number, *, recorded=True, segment_of="", tokens=(3, 4, 5)):
 
 def complete(recorded, groups, *, limit, missing="drop", segments={}):  # noqa: B006 - read only
     replay = SimpleNamespace(missing=missing, stale="replay", max_fallback_fraction=limit)
-    shares = Shares(SimpleNamespace(replay=replay, pipeline=SimpleNamespace(lag=0)), (0,), None, None, vocabulary=8)
+    pipeline = SimpleNamespace(lag=0, kv="keep")
+    shares = Shares(SimpleNamespace(replay=replay, pipeline=pipeline), (0,), None, None, vocabulary=8)
     given = [sequence(n, recorded=one, segment_of=segments.get(n, "")) for n, one in enumerate(recorded)]
     return shares._complete(given, groups)
 
@@ -71,7 +72,8 @@ def test_a_token_has_the_lag_of_the_keys_of_its_own_record(monkeypatch, kv, of_p
         is_last_stage=lambda: False,
     )  # fmt: skip
     monkeypatch.setattr(module, "world", alone)
-    monkeypatch.setattr(Microbatch, "read_routes", lambda *_, **__: None)
+    policies = []
+    monkeypatch.setattr(Microbatch, "read_routes", lambda *_, policy, **__: policies.append(policy))
     first, later = (
         replace(sequence(number, segment_of="e"), versions=sampled_by(version, 3))
         for number, version in ((0, 1), (1, 4))
@@ -87,3 +89,4 @@ def test_a_token_has_the_lag_of_the_keys_of_its_own_record(monkeypatch, kv, of_p
     for sequences, lags in (([first, later], [4, 4, 4, 1, 1, 1]), ([played], of_played)):
         (share,) = shares._read([sequences], [[[list(range(len(sequences)))]]], 5)
         assert share.work[0].lags.tolist() == lags
+    assert [one.keep_keys for one in policies] == [kv == "keep"] * 2
