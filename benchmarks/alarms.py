@@ -2,13 +2,15 @@
 
     python -m benchmarks.alarms --json FILE [--passes N] [--rollouts N] [--runs N] [--faults N] [--seed S]
 
-Half of the synthetic passes have one of the named shapes of alarm_parts/zoo.py, the others drawn ones; three in four of
-these have weights that are older than the trainer's. Rollouts are of real tiny models of every family, whose weights
-moved by updates (alarm_parts/models.py). Each pass is judged by the alignment test and by the rules of
-trace/variety.py. A fault counts as planted if it changes a quarter of the ids in at least 80% of the rows that it is
-about: equal rows of other places are no fault. It is missed if nothing is refused. It is "missed with power" if the
-claim that is about it was proven on the same pass before. Runs train such a model for six steps, and every other guard
-judges each step: second witness, canary, conservation, lag 0 and collapse (alarm_parts/guards.py).
+Synthetic passes come in chains of eight, which share a shape, a model and the history of the alignment test, as the
+steps of a run do. Half of the chains have one of the named shapes of alarm_parts/zoo.py, the others drawn ones; three
+in four of these have weights that are older than the trainer's. Rollouts, in chains of four, are of real tiny models of
+every family, whose weights moved by updates (alarm_parts/models.py). Each pass is judged by the alignment test and by
+the rules of trace/variety.py. Faults are planted into the first pass of a chain, and judged without a history. A fault
+counts as planted if it changes a quarter of the ids in at least 80% of the rows that it is about: equal rows of other
+places are no fault. It is missed if nothing is refused. It is "missed with power" if the claim that is about it was
+proven on the same pass before. Runs train such a model for six steps, and every other guard judges each step: second
+witness, canary, conservation, lag 0 and collapse (alarm_parts/guards.py).
 
 The results are written every minute. With an existing FILE the benchmark goes on from it.
 
@@ -34,10 +36,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repository root, to import `benchmarks`
 
 from benchmarks.alarm_parts.faults import FAULTS
-from benchmarks.alarm_parts.models import Setting, rollout, settings
+from benchmarks.alarm_parts.models import Setting, rollouts, settings
 from benchmarks.alarm_parts.zoo import MODELS, NAMED, SHIPPED, Pass, drawn, healthy
-from moe_rl.replay.claims import CORE, FINE
+from moe_rl.replay.claims import CORE, FINE, PASSES, History
 
+CHAIN = 8
 _PER_PASS = 3
 
 
@@ -46,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="file for the results; a run goes on from it")
     parser.add_argument("--passes", type=int, default=10_000, help="synthetic passes")
-    parser.add_argument("--rollouts", type=int, default=len(settings()), help="rollouts of real models")
+    parser.add_argument("--rollouts", type=int, default=len(settings()), help="chains of rollouts of real models")
     parser.add_argument("--runs", type=int, default=len(settings()), help="runs of real models with the other guards")
     parser.add_argument("--faults", type=int, default=600, help="faults to plant, at most three into a pass")
     parser.add_argument("--seed", type=int, default=0, help="of the first pass")
@@ -56,10 +59,11 @@ def main() -> None:
     if given.json.exists():
         count.restore(json.loads(given.json.read_text())["state"])
     wanted = settings()[: given.rollouts]
-    for number in range(count.rollouts, len(wanted)):
-        name = f"{wanted[number].family}, {'trained' if wanted[number].trained else 'random'}"
-        count.add(name, rollout(wanted[number], given.seed + number), given.seed + number, plant=True)
-        count.rollouts += 1
+    for number in range(count.rollouts // PASSES, len(wanted)):
+        name, history = f"{wanted[number].family}, {'trained' if wanted[number].trained else 'random'}", History()
+        for step, one in enumerate(rollouts(wanted[number], given.seed + number)):
+            count.add(name, one, given.seed + number, history, plant=step == 0)
+            count.rollouts += 1
         count.write(given.json)
     for number in range(count.runs, min(given.runs, len(settings()))):
         count.run(settings()[number], given.seed + number)
@@ -86,6 +90,7 @@ class _Count:
         self.shapes: dict[str, Counter[str]] = {}
         self.faults: dict[str, Counter[str]] = {name: Counter() for name in FAULTS}
         self.guards: dict[str, Counter[str]] = {}
+        self._history = History()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what an earlier run counted."""
@@ -100,15 +105,16 @@ class _Count:
         part.replace(file)
 
     def synthetic(self, seed: int, *, plant: bool) -> None:
-        """Judge a healthy pass of the zoo. One in 32 has the shape of a large model, which takes ten times as long."""
-        turn, drawn_shape = divmod(seed, 2)
+        """Judge a healthy pass of the zoo. One in 36 has the shape of a large model, which takes ten times as long."""
+        chain, step = divmod(seed, CHAIN)
+        if step == 0:
+            self._history = History()
+        turn, drawn_shape = divmod(chain, 2)
         small, large = [name for name in NAMED if name not in MODELS], [*MODELS]
         at = turn % (len(small) + 1)
         name = small[at] if at < len(small) else large[turn // (len(small) + 1) % len(large)]
-        if drawn_shape:
-            self.add("drawn", healthy(drawn(seed), seed), seed, plant=plant)
-        else:
-            self.add(name, healthy(NAMED[name], seed), seed, plant=plant)
+        name, shape = ("drawn", drawn(chain)) if drawn_shape else (name, NAMED[name])
+        self.add(name, healthy(shape, chain, step), seed, self._history, plant=plant and step == 0)
 
     def run(self, setting: Setting, seed: int) -> None:
         """Let the other guards judge a run."""
@@ -129,9 +135,9 @@ class _Count:
                 )
         self.runs += 1
 
-    def add(self, name: str, one: Pass, seed: int, *, plant: bool) -> None:
+    def add(self, name: str, one: Pass, seed: int, history: History, *, plant: bool) -> None:
         """Judge a healthy pass and, with `plant`, the same pass with some faults. name: of its shape."""
-        found = one.judge()
+        found = one.judge(history=history)
         status = {claim.name: claim.status for claim in found.claims}
         alarms = [*found.faults, *(() if one.varied() else ["no variety"])]
         self.passes += 1
@@ -185,8 +191,7 @@ class _Count:
             "by_guard": self.guards,
             "cpu": _cpu(),
             "processor_seconds": self._spent(),
-            "state": {name: getattr(self, name) for name in vars(self) if name != "_began"}
-            | {"seconds": self._spent()},
+            "state": {name: getattr(self, name) for name in vars(self) if name[0] != "_"} | {"seconds": self._spent()},
         }
 
     def _spent(self) -> float:

@@ -2,7 +2,8 @@
 conservation, lag 0 and collapse.
 
 Each run trains a model of alarm_parts/models.py for some steps. In each, the sampler takes the weights in bfloat16,
-both sides score the canary, and the sampler samples tokens that the trainer scores. Legend: see zoo.py.
+both sides score the canary, and the sampler samples tokens that the trainer scores: all have lag 0, whatever the
+setting's staleness. Legend: see zoo.py.
 """
 
 from __future__ import annotations

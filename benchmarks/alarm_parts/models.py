@@ -7,8 +7,8 @@ the one in float32. A policy gradient with AdamW moves the weights; the record i
 from __future__ import annotations
 
 import copy
-import itertools
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.alarm_parts.zoo import Pass, Shape
+from moe_rl.replay.claims import PASSES
 from tests.support.families import MODELS, write_checkpoint
 
 RATES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
@@ -44,37 +45,42 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """Return the settings of all rollouts: each family with each rate, and each rate with each staleness."""
-    found = []
-    for (one, family), (two, rate) in itertools.product(enumerate(FAMILIES), enumerate(RATES)):
-        for turn in (0, 2):
-            staleness = STALENESS[(one + two + turn) % len(STALENESS)]
-            found.append(Setting(family, rate, staleness, trained=(one + two + turn // 2) % 2 == 0))
-    return found
+    """Return the settings of all chains: each family with each rate twice, and each rate with each staleness. The first
+    few differ in family and rate."""
+    return [  # 6 and 5 have no common divisor, so 30 in turn have every pair
+        Setting(
+            FAMILIES[number % 6],
+            RATES[number % 5],
+            STALENESS[(number % 6 + number % 5 + number // 30 * 2) % 5],
+            trained=(number + number // 6) % 2 == 0,
+        )
+        for number in range(60)
+    ]
 
 
-def rollout(setting: Setting, seed: int) -> Pass:
-    """Sample completions, update the weights, and score the rows under the new ones."""
+def rollouts(setting: Setting, seed: int) -> Iterator[Pass]:
+    """Yield a chain of passes: sample completions, update the weights, and score the rows under the new ones."""
     model = load(setting, seed)
-    sampler = copy.deepcopy(model).bfloat16()
-    tokens = sample(sampler, seed + 1)
-    train(model, tokens, updates=setting.staleness, rate=setting.rate)
-    _, record = Routers(sampler).run(tokens)
-    scores, witness = Routers(model).run(tokens)
-    layers, rows = record.shape[:2]
-    shape = Shape(
-        layers=layers,
-        experts=scores.shape[2],
-        top_k=record.shape[2],
-        groups=getattr(model.config, "n_group", None) or 1,
-        prompts=_PROMPTS,
-        siblings=_SIBLINGS,
-        prompt_tokens=PROMPT,
-        completion_tokens=_COMPLETION,
-        vocabulary=model.config.vocab_size,
-    )
-    lag = np.full(rows, setting.staleness)
-    return Pass(shape, [*tokens.numpy()], [PROMPT] * len(tokens), scores, witness, record, lag, setting.rate)
+    for step in range(PASSES):
+        sampler = copy.deepcopy(model).bfloat16()
+        tokens = sample(sampler, seed + 1 + step)
+        train(model, tokens, updates=setting.staleness, rate=setting.rate)
+        _, record = Routers(sampler).run(tokens)
+        scores, witness = Routers(model).run(tokens)
+        layers, rows = record.shape[:2]
+        shape = Shape(
+            layers=layers,
+            experts=scores.shape[2],
+            top_k=record.shape[2],
+            groups=getattr(model.config, "n_group", None) or 1,
+            prompts=_PROMPTS,
+            siblings=_SIBLINGS,
+            prompt_tokens=PROMPT,
+            completion_tokens=_COMPLETION,
+            vocabulary=model.config.vocab_size,
+        )
+        lag = np.full(rows, setting.staleness)
+        yield Pass(shape, [*tokens.numpy()], [PROMPT] * len(tokens), scores, witness, record, lag, setting.rate)
 
 
 def load(setting: Setting, seed: int) -> Any:
@@ -106,7 +112,7 @@ def sample(model: Any, seed: int) -> Tensor:
 def train(model: Any, tokens: Tensor, updates: int, rate: float) -> None:
     """Raise the chance of even tokens, with a policy gradient."""
     rewards = (tokens[:, PROMPT:] % 2 == 0).float().mean(1)
-    advantages = (rewards - rewards.mean()) / rewards.std()
+    advantages = (rewards - rewards.mean()) / rewards.std().clamp(min=1e-6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     for _ in range(updates):
         logits = model(tokens[:, :-1], use_cache=False).logits[:, PROMPT - 1 :]

@@ -5,6 +5,8 @@ hidden states times a router, plus a bias. The record is the choice by the same 
 them: rounding of a row that its layers share, rounding of a layer, and the drift of older weights, which all rows
 share.
 
+A pass is a step of a chain. The steps of a chain share the model, but no texts and no rounding of rows.
+
 Legend: L MoE layers, N rows of all sequences end to end, E experts, K top-k, D width of a hidden state.
 """
 
@@ -45,6 +47,7 @@ class Shape:
         trainer_noise: Rounding of the trainer / that of the sampler.
         drift, offset: How far older weights move the routers, and their biases.
         lags: The sequences have lags of 0 to 2.
+        updates: The weights change within sequences until no lag is left. Later rows attend to the older keys.
         microbatches: Number of microbatches.
         cells: At most so many scores [L, N, E] a pass: larger ones get fewer or shorter sequences.
     """
@@ -71,6 +74,7 @@ class Shape:
     drift: float = 0.0
     offset: float = 0.0
     lags: bool = False
+    updates: bool = False
     microbatches: int = 2
     cells: int = 1_500_000
 
@@ -105,6 +109,7 @@ NAMED = {
     "one layer, top-1, 8 experts": Shape(layers=1, experts=8, top_k=1, siblings=8, noise=0.2, drift=0.8, offset=0.5),
     "staleness 2, high rate": Shape(siblings=8, completion_tokens=12, vocabulary=40, drift=0.5, offset=0.5),
     "lags 0, 1, 2 mixed": Shape(prompts=16, drift=0.15, offset=0.15, lags=True),
+    "updates in flight": Shape(prompts=16, drift=0.15, offset=0.15, lags=True, updates=True),
     "small DeepSeek, random weights": Shape(layers=2, experts=8, top_k=2, groups=2, vocabulary=40, trained=False),
     "averaging attention, 8 experts": Shape(layers=2, experts=8, top_k=2, groups=2, averaging=True, trained=False,
                                             completion_tokens=120, vocabulary=40, noise=0.001),
@@ -136,6 +141,7 @@ _DRAWN: dict[str, tuple[Any, ...]] = {
     "offset": (0.0, 0.0, 0.0, 0.02, 0.1, 0.3),
     "lags": (False, False, False, True),
     "microbatches": (1, 2, 3, 4),
+    "updates": (False, True),
 }
 
 
@@ -155,7 +161,7 @@ class Pass:
         tokens, prompts: Token ids of each sequence, and its prompt's length.
         scores: float32 [L, N, E], of the witness.
         witness, record: int64 [L, N, K].
-        lag: int64 [N].
+        lag: int64 [N], of the oldest weights behind each row.
         moves: Largest distance that a weight moves from one version to the next.
     """
 
@@ -216,34 +222,35 @@ class Pass:
         return found
 
 
-def healthy(shape: Shape, seed: int) -> Pass:
-    """Make a healthy pass."""
-    rng = np.random.default_rng(seed)
+def healthy(shape: Shape, seed: int, step: int = 0) -> Pass:
+    """Make a healthy pass. seed: of the chain."""
+    model, rng = np.random.default_rng(seed), np.random.default_rng([seed, step])
     tokens, prompts = _texts(_bounded(shape), rng)
-    hidden = _hidden(shape, tokens, rng)
+    hidden = _hidden(shape, tokens, model)
     rows = len(hidden)
-    lags = rng.integers(0, 3, len(tokens)) if shape.lags else np.full(len(tokens), shape.drift + shape.offset > 0)
-    lag = np.repeat(lags.astype(np.int64), [len(ids) for ids in tokens])
-    moved = lag[:, None].astype(np.float32)
-    size = np.full((rows, 1), shape.noise, np.float32)
+    lags = rng.integers(0, 3, len(tokens)) if shape.lags else np.full(len(tokens), int(shape.drift + shape.offset > 0))
+    lag = np.repeat(lags, [len(ids) for ids in tokens])
+    moved = np.concatenate([_moved(*of, shape, rng) for of in zip(tokens, prompts, lags, strict=True)])[:, None]
+    size = np.full((rows, 1), shape.noise * rng.uniform(0.8, 1.25), np.float32)
     size[rng.random(rows) < shape.outliers] *= 10
 
-    def noise(*sizes: int) -> np.ndarray:
-        return rng.standard_normal(sizes, np.float32)
+    def noise(*sizes: int, of: np.random.Generator = rng) -> np.ndarray:
+        return of.standard_normal(sizes, np.float32)
 
     shared = noise(rows, _WIDTH)
-    if rng.integers(2):  # with a prefix cache, rows of the same tokens are computed once
+    if model.integers(2):  # with a prefix cache, rows of the same tokens are computed once
         prefixes = [ids[: end + 1].tobytes() for ids in tokens for end in range(len(ids))]
         first: dict[bytes, int] = {}
         shared = shared[[first.setdefault(prefix, len(first)) for prefix in prefixes]]
-    turn = np.linalg.qr(noise(_WIDTH, _WIDTH))[0]
+    turn = np.linalg.qr(noise(_WIDTH, _WIDTH, of=model))[0]
     scores, sampled = np.empty((2, shape.layers, rows, shape.experts), np.float32)
     for layer in range(shape.layers):
         hidden = 0.8 * hidden + 0.6 * np.tanh(hidden @ turn)
         hidden /= np.sqrt((hidden**2).mean(1, keepdims=True))
-        router, older, rounded = noise(3, _WIDTH, shape.experts) / np.float32(np.sqrt(_WIDTH))
-        bias = shape.bias * noise(shape.experts)
-        scale = np.exp(shape.sharp * noise(1))
+        router, older, rounded = noise(3, _WIDTH, shape.experts, of=model) / np.float32(np.sqrt(_WIDTH))
+        bias, offset = noise(2, shape.experts, of=model)
+        bias *= shape.bias
+        scale = np.exp(shape.sharp * noise(1, of=model))
         own = hidden + 0.3
         seen = own + 0.7 * size * (shared + noise(*hidden.shape))
         if shape.trainer_noise:
@@ -252,10 +259,18 @@ def healthy(shape: Shape, seed: int) -> Pass:
         scores[layer] = scale * (own @ router) + bias
         sampled[layer] = scale * (seen @ sampler) + bias
         if lag.any():
-            drift = shape.drift * (seen @ older) + 1.5 * shape.offset * noise(shape.experts)
+            drift = shape.drift * (seen @ older) + 1.5 * shape.offset * offset
             sampled[layer] += scale * moved * drift
     witness, record = (_top(values, shape) for values in (scores, sampled))
     return Pass(shape, tokens, prompts, scores, witness, record, lag)
+
+
+def _moved(ids: np.ndarray, prompt: int, lag: int, shape: Shape, rng: np.random.Generator) -> np.ndarray:
+    """Return how far the weights behind each row lag, float32 [T]: half of it in the row itself, half in its keys."""
+    own, places = np.full(len(ids), lag, np.float32), np.arange(len(ids))
+    if shape.updates:
+        own -= (places[:, None] >= rng.integers(prompt, len(ids) + 1, lag)).sum(1)
+    return (own + np.cumsum(own) / (places + 1)).astype(np.float32) / 2
 
 
 def _bounded(shape: Shape) -> Shape:

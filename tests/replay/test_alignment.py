@@ -14,10 +14,10 @@ import torch
 
 from benchmarks import alarms
 from benchmarks.alarm_parts.faults import is_fault
-from benchmarks.alarm_parts.models import RATES, STALENESS, Setting, rollout, settings
+from benchmarks.alarm_parts.models import FAMILIES, RATES, STALENESS, Setting, rollouts, settings
 from benchmarks.alarm_parts.zoo import NAMED, Shape, healthy
 from moe_rl.errors import NonFiniteError, ReplayError
-from moe_rl.replay.alignment import AlignmentTest
+from moe_rl.replay.alignment import Alignment, AlignmentTest
 from moe_rl.replay.claims import ALPHA, CLAIMS, CORE, FAR, PASSES, Bets, History, judge, log_e
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
 from moe_rl.replay.regret import BLOCK_ROWS, FINE_ROWS, whole_layers
@@ -338,12 +338,57 @@ def test_the_zoo_has_older_weights_where_it_says_so():
         changed = (np.sort(one.record) != np.sort(one.witness)).any((0, 2))
         assert {*one.lag.tolist()} == lags
         assert all(changed[one.lag == lag].mean() > 0.8 for lag in lags - {0})
+    one = healthy(NAMED["updates in flight"], 0)
+    assert {*one.lag.tolist()} == {0, 1, 2}  # of the keys: those of new weights move less
+    apart = (np.sort(one.record) != np.sort(one.witness)).mean((0, 2))
+    oldest = [number for number, start in enumerate(one.starts[:-1]) if one.lag[start] == 2]
+    first, last = (np.mean([apart[one.starts[i + end] + place] for i in oldest]) for end, place in ((0, 0), (1, -1)))
+    assert first > last > 0
+
+
+def test_each_step_of_a_chain_has_its_own_texts_and_the_model_of_the_others():
+    one, two = (healthy(NAMED["tiny_moe_cpu"], 3, step) for step in (0, 1))
+    assert not np.array_equal(np.concatenate(one.tokens), np.concatenate(two.tokens))
+    passes = (one, two, healthy(NAMED["tiny_moe_cpu"], 4))
+    load, later, other = (np.bincount(each.record[0].ravel(), minlength=32) / each.record[0].size for each in passes)
+    assert 3 * np.abs(load - later).sum() < np.abs(load - other).sum()
+
+
+def test_few_settings_have_many_families_and_rates_and_all_have_every_pair():
     assert {(one.rate, one.staleness) for one in settings()} == {*itertools.product(RATES, STALENESS)}
+    assert len({(one.family, one.rate, one.trained) for one in settings()}) == 2 * len(FAMILIES) * len(RATES)
+    for count in range(1, 13):
+        some = settings()[:count]
+        assert len({one.family for one in some}) == min(count, len(FAMILIES))
+        assert len({one.rate for one in some}) == min(count, len(RATES))
+
+
+def test_the_passes_of_a_chain_share_shape_model_and_history(monkeypatch):
+    made, histories = [], []
+
+    class Healthy:
+        shape = None
+        varied = staticmethod(lambda: True)
+
+        def judge(self, history):
+            histories.append(history)
+            return Alignment()
+
+    monkeypatch.setattr(alarms, "healthy", lambda *of: made.append(of) or Healthy())
+    count = alarms._Count()
+    for seed in range(2 * alarms.CHAIN):
+        count.synthetic(seed, plant=False)
+    first, second = made[: alarms.CHAIN], made[alarms.CHAIN :]
+    for chain, of in enumerate((first, second)):
+        assert len({shape for shape, *_ in of}) == 1
+        assert [(seed, step) for _, seed, step in of] == [(chain, step) for step in range(alarms.CHAIN)]
+    assert [one is histories[0] for one in histories] == [True] * alarms.CHAIN + [False] * alarms.CHAIN
+    assert len({id(one) for one in histories}) == 2 and count.result()["healthy_passes"] == len(made)
 
 
 @pytest.mark.long
 def test_a_model_that_eight_large_updates_moved_is_not_refused():
-    one = rollout(Setting("glm-plain", rate=1e-2, staleness=8, trained=False), 1)
+    one = next(rollouts(Setting("glm-plain", rate=1e-2, staleness=8, trained=False), 1))
     assert not one.judge().faults
     one.moves = 0.0
     assert [text.partition(":")[0] for text in one.judge().faults] == [
@@ -354,7 +399,7 @@ def test_a_model_that_eight_large_updates_moved_is_not_refused():
 @pytest.mark.long
 def test_rows_of_other_groups_of_experts_are_no_sound_rows():
     """After an update at a rate of 1e-2 most rows have experts of other groups. Rows beside them were refused."""
-    one = rollout(Setting("glm-groups", rate=1e-2, staleness=1, trained=True), seed=19)
+    one = next(rollouts(Setting("glm-groups", rate=1e-2, staleness=1, trained=True), seed=19))
     found = one.judge()
     assert not found.faults and status(found)["some rows"] == "weak"
 
@@ -495,7 +540,7 @@ def test_the_count_of_alarms_begins_with_nothing_and_goes_on_from_its_file(tmp_p
     for passes in (0, 1, 2):
         given = ["--json", str(file), "--passes", str(passes), "--rollouts", "0", "--runs", "0", "--faults", "0"]
         monkeypatch.setattr(sys, "argv", ["alarms", *given])
-        monkeypatch.setattr(alarms, "drawn", lambda seed: Shape(layers=2, prompts=2, siblings=2))
+        monkeypatch.setattr(alarms, "NAMED", {"small": Shape(layers=2, prompts=2, siblings=2)})
         alarms.main()
         assert json.loads(file.read_text())["healthy_passes"] == passes
     monkeypatch.setattr(alarms, "healthy", None)  # nothing is left to do
