@@ -6,7 +6,8 @@ r_t < 1. While the mean is above the limit, the token with the largest square is
 
 Here log r_t = l_old_t - l_rollout_t, of the trainer's old policy, as in AReaL: the mask is then known before an update
 begins. The batch is the whole update over all ranks, so that the mask does not depend on how it is divided. Tokens with
-equal squares are masked or kept together, for the same reason.
+equal squares are masked or kept together, for the same reason. If every square is above the limit, all these tokens are
+masked. AReaL looks at all tokens of a microbatch, whatever A_i, and always keeps the one with the smallest square.
 """
 
 from __future__ import annotations
