@@ -123,6 +123,7 @@ def test_what_cannot_be_served_is_refused(arguments, said, tmp_path, capsys):
 @pytest.mark.timeout(900)
 def test_over_an_engine_of_its_own(checkpoint, router, tmp_path):
     with gateway_process(checkpoint, tmp_path) as running:
+        assert "starting the sampler and the gateway; vLLM's log is in " in running.log.read_text()
         opened = owner(running, "POST", "/sessions", json={"group": "g"})
         client = client_of(running, opened)
         first = [{"role": "user", "content": "hi"}]
