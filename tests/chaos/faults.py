@@ -11,12 +11,18 @@ from typing import Literal
 
 from tests.chaos.plants import (
     ASKED,
+    AT_1,
     EXPERT,
     LAYER,
+    MASK,
     MICROBATCH,
     NOT_LOADED,
+    NOWHERE,
     OTHER_EXPERT,
     OTHER_LAYER,
+    REFERENCE,
+    RELABELLED,
+    RESUMED,
     STALE_TENSOR,
     STATES,
     STRIKES,
@@ -27,6 +33,7 @@ from tests.chaos.plants import (
 )
 
 BEFORE_UPDATE = "in that step, before its first update"
+BEFORE_FIRST_UPDATE = "before the run's first update"
 BEFORE_SAMPLING = "in that step, before anything is sampled"
 AT_ONCE = "when the data is read"
 AT_RESUME = "at --resume"
@@ -68,8 +75,13 @@ class Fault:
     tests: tuple[str, ...] = ()
 
 
-def _in_lab(name: str, promise: str, planted: str, notices: str, error: str, *says: str, **more) -> Fault:
-    return Fault(name, promise, planted, notices, error, says, BEFORE_UPDATE, MENDED, "lab", **more)
+def _in_lab(name: str, promise: str, planted: str, notices: str, error: str, *says: str,
+            soon: str = BEFORE_UPDATE, **more) -> Fault:  # fmt: skip
+    return Fault(name, promise, planted, notices, error, says, soon, MENDED, "lab", **more)
+
+
+def _at_first(name: str, planted: str, notices: str, *says: str) -> Fault:
+    return _in_lab(name, "P16", planted, notices, "ReplayError", *says, soon=BEFORE_FIRST_UPDATE)
 
 
 def _in_large_lab(what: str, *says: str) -> Fault:
@@ -129,7 +141,12 @@ ROUTES = (
     *(
         _in_lab(f"recorder: {what}{UNWATCHED}", "P7", _BUFFER, _ALIGNMENT, "ReplayError", _OTHER_ROWS, *says)
         for what, *says in (
-            ("rows one token late", "have rows 1 token too late", "No weights were updated"),
+            (
+                "rows one token late",
+                "have rows 1 token too late",
+                "No weights were updated",
+                "lr 0.0001, staleness 0, power ",
+            ),
             ("one layer constant, of a set in the middle", f"layer {LAYER} has rows that match nothing"),
             ("rows of two requests of different prompts swapped", _WORSE),
             ("rows of two requests of one prompt swapped", _WORSE),
@@ -178,21 +195,26 @@ ROUTES = (
 )  # fmt: skip
 
 _BATCH, _ACCOUNT = "trainer: the batch, at the step's beginning", "the step's account of its sequences"
-_TWICE, _OTHER_VERDICT = (
+_TWICE, _NOT_AS_SAMPLED, _OTHER_VERDICT = (
     "a sequence was delivered more than once",
+    "learned from something other than what was sampled and judged",
     "does not have the reward and the group that it was judged",
 )
+_AT_TWO = "comparison of both sides at two temperatures"
 BATCH = (
     _in_lab(
-        MICROBATCH, "P16", "trainer: a rank's share of an update", _ACCOUNT, "ReplayError",
+        MICROBATCH, "P16", "trainer: a rank's share of the step's last update", _ACCOUNT, "ReplayError",
         "did not learn from each of its sequences exactly once", names_harmed=True,
+    ),
+    _in_lab(
+        MASK, "P16", "trainer: the microbatches of a step", _ACCOUNT, "ReplayError", _NOT_AS_SAMPLED, names_harmed=True
     ),
     _in_lab(
         "trainer: a group delivered twice", "P16", _BATCH, _ACCOUNT, "ReplayError", _TWICE, names_harmed=True,
     ),
     _in_lab(
-        "trainer: the last sampled token altered", "P16", _BATCH, _ACCOUNT, "ReplayError",
-        "learned from something other than what was sampled and judged", names_harmed=True,
+        "trainer: the last sampled token altered", "P16", f"{_BATCH}, for the last update", _ACCOUNT, "ReplayError",
+        _NOT_AS_SAMPLED, names_harmed=True,
     ),
     _in_lab("trainer: rewards rotated", "P16", _BATCH, _ACCOUNT, "ReplayError", _OTHER_VERDICT, names_harmed=True),
     _in_lab("trainer: groups rotated", "P16", _BATCH, _ACCOUNT, "ReplayError", _OTHER_VERDICT, names_harmed=True),
@@ -203,6 +225,19 @@ BATCH = (
     _in_lab(
         "engine: a sampled token altered on its way", "P16", "rank 0: a completion, before it is judged", "rank 0",
         "RewardError", "a completion was changed after sampling", "request s",
+    ),
+    _at_first(
+        AT_1, "trainer: the pass of an update", _AT_TWO,
+        "rollout.temperature", "the trainer's log-probabilities are those of temperature 1",
+    ),
+    _at_first(
+        NOWHERE, "trainer: all passes", _AT_TWO,
+        "rollout.temperature", "the temperature changes no log-probability of the trainer",
+    ),
+    _at_first(
+        REFERENCE, "trainer: a router of the reference policy", "comparison with the policy's weights",
+        "the reference policy does not have the weights that the run began with",
+        f"layers.{LAYER}.mlp.router.weight", "1 of ",
     ),
 )  # fmt: skip
 
@@ -220,6 +255,10 @@ LAYOUTS = (
         "trainer: R2 routes one row late after they were recorded (R2)", "P7",
         "both ranks: between recording and replay",
         _CHECKSUM, "ReplayError", ("dispatched to other experts than recorded",), BEFORE_UPDATE, MENDED, "layouts",
+    ),
+    Fault(
+        f"{RELABELLED} (async)", "P7", "both ranks: what they read of a batch of older weights", _CHECKSUM,
+        "ReplayError", (_LEFT,), BEFORE_UPDATE, MENDED, "layouts", names_harmed=True,
     ),
 )  # fmt: skip
 
@@ -243,6 +282,7 @@ ENGINE_WEIGHTS = (
         "the routers of two layers exchanged",
         f"layer {LAYER}, mlp.gate.weight: what layer {OTHER_LAYER}, mlp.gate.weight is",
     ),
+    _computed("one router stale", f"layer {LAYER}, mlp.gate.weight: stale, what it was in version "),
     _computed("q_proj stale", f"layer {LAYER}, self_attn.q_proj.weight: stale, what it was in version "),
     _computed("all attention stale", "layer 0, self_attn.k_proj.weight: stale, what it was in version "),
     _computed("all experts stale", "layer 0, expert 0, down_proj.weight: stale, what it was in version "),
@@ -321,11 +361,16 @@ def _flies(victim: str, how: str, state: str) -> Fault:
 def _in_flight() -> Iterator[Fault]:
     """Yield every strike, in the order in which one run can meet them.
 
-    Groups wait only at the start of a run that was asked to stop. No verifier has begun to work then.
+    Groups wait, with pieces, only at the start of a run that was asked to stop. No verifier has begun to work then.
     """
     yield Fault(
         ASKED, "P15, P3", "pool: SIGTERM to all ranks", "all ranks", "", ("asked to stop", "--resume {run}"),
         "within checkpoint.grace_seconds", f"what was sampled is kept; {ENDS_ONCE}", "flight", status=5,
+    )  # fmt: skip
+    yield Fault(
+        RESUMED, "P16, P3", "pool: where it goes on with a piece", "pool", "PipelineError",
+        ("tokens were drawn with other sampling parameters", "got temperature 1, ", "--resume {run}"),
+        "before it is sampled further", ENDS_ONCE, "flight",
     )  # fmt: skip
     for state in STATES:
         for victim in VICTIMS:
@@ -543,28 +588,17 @@ TESTED = (
         "recorder, sink, store, reader, tables",
         _CHECKSUM, "ReplayError", "the sequences", BEFORE_UPDATE, REFUSED,
         "tests/trace/test_source_sum.py::test_any_change_on_the_way_changes_it"),
-    _by("record and completion both say a newer version than the weights had", "P7", "a record and its completion",
-        _CHECKSUM, "ReplayError", "the sequences", BEFORE_UPDATE, REFUSED,
-        "tests/replay/test_routes.py::test_a_record_and_a_completion_that_both_say_the_newest_version_are_refused"),
     # P16: every sequence once, as it was sampled and judged
     _by("a microbatch whose loss is computed twice or not at all; a sequence on two ranks", "P16", "a share",
         _ACCOUNT, "ReplayError", "the sequences, and how often each was learned from", BEFORE_UPDATE, REFUSED,
         "tests/train/test_account.py::test_a_microbatch_whose_loss_is_not_computed_once_is_named",
         "tests/train/test_account.py::test_a_sequence_that_two_ranks_hold_is_named"),
-    _by("a token, log-probability, place or advantage that the loss gets otherwise; a loss mask one late or early",
+    _by("a token, log-probability, place or advantage that the loss gets otherwise; a loss mask one row late",
         "P16", "a microbatch", _ACCOUNT, "ReplayError", "the sequences", BEFORE_UPDATE, REFUSED,
         "tests/train/test_account.py::test_what_the_loss_got_otherwise_than_it_was_sampled_is_named"),
-    _by("a temperature that trainer or sampler does not apply", "P16", "a pass of the first update",
-        "comparison of both at two temperatures", "ReplayError", "the side, and the temperature that it has",
-        "before the run's first update", REFUSED,
-        "tests/train/test_first_update.py::test_a_temperature_that_the_trainer_does_not_apply_is_named",
+    _by("a temperature that the sampler does not apply", "P16", "the sampler", _AT_TWO, "ReplayError",
+        "the side, and the temperature that it has", BEFORE_FIRST_UPDATE, REFUSED,
         "tests/train/test_first_update.py::test_a_sampler_that_drew_at_another_temperature_is_named"),
-    _by("a reference policy with other weights at version 0", "P16", "one weight of the reference",
-        "comparison with the policy's weights", "ReplayError", "the tensor", "before the run's first update", REFUSED,
-        "tests/train/test_first_update.py::test_a_reference_with_other_weights_is_named"),
-    _by("a partial completion that is resumed with other sampling parameters", "P16, P3", "the config of a resumed run",
-        "pool", "PipelineError", "the request, and the parameters of both", "before it is sampled further", REFUSED,
-        "tests/rollout/test_group_feed.py::test_a_stopped_pool_does_not_go_on_with_other_sampling_parameters"),
     _by("Adam's moments of one rank zeroed behind the loading of a checkpoint", "P3", "one rank's optimizer",
         "all ranks, by sums that the checkpoint holds", "CheckpointError", "the moment and the rank", AT_RESUME,
         REFUSED,

@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 1 tests/chaos/lab.py OUT FAULT ...
 
-The loop is the shipped one. Step WARM + n begins with fault n armed. When somebody refuses it, that is noted, the fault
-is taken away and the step goes on as it would have: one start of vLLM shows many faults. OUT/lab.json holds for each
-fault its step, what it harmed, the error's class, message (None: nobody said anything) and notes, where it was refused,
-the seconds until then, and whether weights had moved.
+The loop is the shipped one. Step 1 trains on its batch with each fault of FIRST armed, then without any. Step WARM + n
+begins with fault n of the others armed. When somebody refuses it, that is noted, the fault is taken away and the step
+goes on as it would have: one start of vLLM shows many faults. OUT/lab.json holds for each fault its step, what it
+harmed, the error's class, message (None: nobody said anything) and notes, where it was refused, the seconds until then,
+and whether weights had moved.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from moe_rl.train.keep_evidence import Concerned
 from moe_rl.train.run_inputs import read_inputs
 from moe_rl.train.trainer import Trainer
 from moe_rl.weights.sender import WeightSender
-from tests.chaos.plants import BY_DISK, FORGET, arm, witnesses
+from tests.chaos.plants import BY_DISK, FIRST, FORGET, arm, witnesses
 from tests.support.task import task_of
 
 WARM = 2
@@ -40,12 +41,13 @@ class Lab(Trainer):
     """A trainer that takes a fault away once it was refused, and goes on."""
 
     control: Path
+    first: list[str]
     faults: list[str]
     results: list[dict[str, object]]
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._step, self._began, self._noted = 0, 0.0, True
+        self._step, self._began, self._noted, self._at_first = 0, 0.0, True, ""
         self._learn, self.train_step.run = self.train_step.run, self._run
 
     def sample(self, step, clock):
@@ -59,14 +61,30 @@ class Lab(Trainer):
             return self._again(clock)
 
     def _run(self, sequences, group_ids, **how):
+        if self._step == 1:
+            self._before_first_update(sequences, group_ids, **how)
         try:
-            concerned = [Concerned.of(one) for one in sequences]
-            with self.evidence.of(self._step, self._step - 1, lambda: concerned, lambda: self.train_step.work):
-                return self._learn(sequences, group_ids, **how)
+            return self._judged(sequences, group_ids, **how)
         except MoeRLError as error:
             self._note(error, "training")
             batch = self._again(how["clock"])
             return self._learn(batch.sequences, batch.group_ids, **how)
+
+    def _before_first_update(self, sequences, group_ids, **how):
+        for fault in self.first:
+            self._at_first, self._noted, refusal = fault, False, None
+            arm(self.control, fault)
+            try:
+                self._judged(sequences, group_ids, **how)
+            except MoeRLError as error:
+                refusal = error
+            self._note(refusal, "training")
+        self._at_first, self._noted = "", False
+
+    def _judged(self, sequences, group_ids, **how):
+        concerned = [Concerned.of(one) for one in sequences]
+        with self.evidence.of(self._step, self._step - 1, lambda: concerned, lambda: self.train_step.work):
+            return self._learn(sequences, group_ids, **how)
 
     def sync(self, version):
         sender = self.sender
@@ -89,6 +107,8 @@ class Lab(Trainer):
 
     @property
     def fault(self) -> str:
+        if self._at_first:
+            return self._at_first
         at = self._step - WARM - 1
         return self.faults[at] if 0 <= at < len(self.faults) else ""
 
@@ -148,16 +168,17 @@ class Lab(Trainer):
 
 
 def main(out: Path, faults: list[str], overrides: list[str]) -> None:
-    Lab.control, Lab.faults, Lab.results = Path(os.environ["CHAOS"]), faults, []
+    Lab.control, Lab.results = Path(os.environ["CHAOS"]), []
+    Lab.first, Lab.faults = ([one for one in faults if (one in FIRST) is first] for first in (True, False))
     loop.Trainer = Lab
     torch.set_num_threads(1)
     config = load_config(
         Path("configs/tiny_moe_cpu.yaml"),
         [
-            f"run.runs_dir={out}", f"run.steps={WARM + len(faults)}", "parallel.expert=1", "rollout.kv_cache_mib=64",
-            "rollout.prompts_per_step=16", "rollout.group_size=4", "eval.prompts=16", "eval.every_steps=1000",
-            "checkpoint.every_steps=1000", "replay.native_every=1", "guards.collapse_steps=0", "run.seed=5",
-            "train.microbatch_tokens=256",
+            f"run.runs_dir={out}", f"run.steps={WARM + len(Lab.faults)}", "parallel.expert=1",
+            "rollout.kv_cache_mib=64", "rollout.prompts_per_step=16", "rollout.group_size=4", "eval.prompts=16",
+            "eval.every_steps=1000", "checkpoint.every_steps=1000", "replay.native_every=1",
+            "guards.collapse_steps=0", "run.seed=5", "train.microbatch_tokens=256",
             *overrides,
         ],
     )  # fmt: skip

@@ -34,6 +34,7 @@ LAYOUTS = {
     "PP 2": ["parallel.pipeline=2", "parallel.expert=1"],
     "EP 2": [],
     "R2": ["replay.mode=r2"],
+    "async": ["pipeline.mode=async", "objective.old_logprobs=sampler"],
 }
 
 
@@ -57,7 +58,7 @@ def main(run: Path, out: Path, faults: list[str]) -> None:
             if rank == 0:
                 arm(control, armed)
             dist.barrier()
-            said.append(attempt(step, batch))
+            said.append(attempt(step, batch, weight_version=config.pipeline.lag))
             if armed:
                 moved, harmed = policy.updates > 0, [one.harmed for one in witnesses(control, fault)[before:]]
         seen[whole] = {"harmed": harmed, "said": said[0], "moved": moved, "sound": said[1]}
@@ -68,10 +69,10 @@ def main(run: Path, out: Path, faults: list[str]) -> None:
     world.stop()
 
 
-def attempt(step: TrainStep, batch) -> list[str] | None:
+def attempt(step: TrainStep, batch, **how) -> list[str] | None:
     """Class and message of what refused the step."""
     try:
-        step.run(batch.sequences, batch.group_ids, step=1, weight_version=0, measure_native=True, clock=Clock())
+        step.run(batch.sequences, batch.group_ids, step=1, measure_native=True, clock=Clock(), **how)
     except MoeRLError as error:
         return [type(error).__name__, str(error)]
     return None

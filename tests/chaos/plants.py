@@ -36,6 +36,8 @@ UNWATCHED = ", logits unseen"
 RANK = " on rank "
 """Suffix of a fault's name, before a rank: the fault is planted in that rank only."""
 FORGET = "an engine that takes the next update as its first"
+NEWEST = 1
+"""Version of the trainer's weights where these are newer than those that sampled."""
 STALE_TENSOR = "model.layers.3.self_attn.q_proj.weight"
 
 
@@ -368,14 +370,102 @@ MICROBATCH = "trainer: a microbatch replaced by another behind the check of cove
 
 @in_function(MICROBATCH, "moe_rl.train.shares", "Shares.divide")
 def _microbatch_replaced(divide):
+    """In the last update of the step."""
+
     def replacing(*args):
         shares, metrics = divide(*args)
-        work = shares[0].work
-        fires(MICROBATCH, " ".join(shares[0].all[i].key for i in work[0].microbatch.indices))
-        work[0] = work[1]
+        share = shares[-1]
+        lost, repeated, *_ = share.work
+        both = (*lost.microbatch.indices, *repeated.microbatch.indices)
+        fires(MICROBATCH, " ".join(share.all[i].key for i in both))
+        share.work[0] = repeated
         return shares, metrics
 
     return replacing
+
+
+MASK = "trainer: the loss mask one row early"
+
+
+@in_function(MASK, "moe_rl.train.shares", "Shares.divide")
+def _mask_one_early(divide):
+    def early(*args):
+        shares, metrics = divide(*args)
+        for share in shares:
+            for work in share.work:
+                work.microbatch.predicts.sub_(1)
+        fires(MASK, " ".join(one.key for share in shares for one in share.all))
+        return shares, metrics
+
+    return early
+
+
+# What only a run's first update shows.
+
+AT_1, NOWHERE = "trainer: an update at temperature 1", "trainer: no pass applies the temperature"
+REFERENCE = "trainer: one weight of the reference policy changed"
+FIRST = (AT_1, NOWHERE, REFERENCE)
+
+
+@in_function(AT_1, "moe_rl.megatron.schedule", "training_pass")
+def _update_at_1(training_pass):
+    def at_1(chunks, microbatches, replay, loss, temperature, *rest, **how):
+        fires(AT_1)
+        return training_pass(chunks, microbatches, replay, loss, 1.0, *rest, **how)
+
+    return at_1
+
+
+@in_function(NOWHERE, "moe_rl.megatron.schedule", "completion_logprobs")
+def _applied_nowhere(completion_logprobs):
+    def at_1(microbatch, output, temperature, **how):
+        fires(NOWHERE)
+        return completion_logprobs(microbatch, output, 1.0, **how)
+
+    return at_1
+
+
+@in_function(REFERENCE, "moe_rl.train.step", "TrainStep.run")
+def _other_reference(run):
+    def changed(ours, *args, **how):
+        weights = dict(ours.reference.chunks[0].named_parameters())
+        weight = next(weights[name] for name in weights if name.endswith(f"layers.{LAYER}.mlp.router.weight")).data
+        before = weight.clone()
+        weight[0, 0] += 1
+        fires(REFERENCE)
+        try:
+            return run(ours, *args, **how)
+        finally:
+            weight.copy_(before)
+
+    return changed
+
+
+# Records of older weights that say otherwise, and so do their completions.
+
+RELABELLED = "records and completions relabelled with the newest version"
+
+
+@in_function(RELABELLED, "moe_rl.trace.store", "TraceStore.read_each")
+def _records_relabelled(read_each):
+    def relabelling(*args, **how):
+        return [replace(one, spans=_of_newest(one.spans)) for one in read_each(*args, **how)]
+
+    return relabelling
+
+
+@in_function(RELABELLED, "moe_rl.train.step", "TrainStep.run")
+def _completions_relabelled(run):
+    def relabelling(ours, sequences, group_ids, **how):
+        wrong = [replace(one, versions=_of_newest(one.versions)) for one in sequences]
+        fires(RELABELLED, " ".join(one.key for one in wrong))
+        return run(ours, wrong, group_ids, **how)
+
+    return relabelling
+
+
+def _of_newest(spans: Iterable) -> tuple:
+    return tuple(replace(span, weight_version=NEWEST) for span in spans)
 
 
 def _in_the_batch(fault: str):
@@ -409,9 +499,10 @@ def _delivered_twice(sequences, groups):
 
 @_in_the_batch("trainer: the last sampled token altered")
 def _last_token_altered(sequences, groups):
-    one = sequences[3]
+    """In the last update of the step."""
+    *others, one = sequences
     other = replace(one, token_ids=(*one.token_ids[:-1], one.token_ids[-1] ^ 1))
-    return [*sequences[:3], other, *sequences[4:]], groups, one.key
+    return [*others, other], groups, one.key
 
 
 @_in_the_batch("trainer: rewards rotated")
@@ -610,6 +701,7 @@ def _stale(tensors, part: str) -> dict[str, object]:
 _behind_the_digests("engine: one expert zeroed behind the digests")(_expert_zeroed)
 _behind_the_digests("engine: two experts exchanged behind the digests")(_experts_permuted)
 _behind_the_digests("engine: the routers of two layers exchanged behind the digests")(_routers_swapped)
+_behind_the_digests("engine: one router stale behind the digests")(partial(_stale, part=GATE.format(LAYER)))
 _behind_the_digests("engine: q_proj stale behind the digests")(partial(_stale, part=STALE_TENSOR))
 _behind_the_digests("engine: all attention stale behind the digests")(partial(_stale, part=".self_attn."))
 _behind_the_digests("engine: all experts stale behind the digests")(partial(_stale, part=".mlp.experts."))
@@ -727,6 +819,27 @@ def _slow(advance):
         return advance(engine)
 
     return waiting
+
+
+RESUMED = "a partial completion resumed with other sampling parameters"
+
+
+@in_function(RESUMED, "moe_rl.rollout.group_feed", "GroupFeed._request")
+def _resumed_otherwise(request):
+    """The pool that goes on has another temperature than the one that sampled the piece."""
+
+    def asking(feed, group, prompt, index):
+        if not group.pieces[index]:
+            return request(feed, group, prompt, index)
+        config = feed.config
+        fires(RESUMED, f"g{group.cursor}/c{index}")
+        feed.config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 0.5})})
+        try:
+            return request(feed, group, prompt, index)
+        finally:
+            feed.config = config
+
+    return asking
 
 
 ALARMS = ("the canary refuses sound routes", "the alignment test refuses sound routes")

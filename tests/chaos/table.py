@@ -28,13 +28,13 @@ HEAD = """\
 # Planted faults: who notices, and what the message says
 
 This page lists every fault that the tests plant. `make chaos` plants faults into real runs: the small policy, a real
-vLLM engine, Megatron ranks. It takes 12 minutes on two cores without the scene "flight", whose 40 faults took 37
+vLLM engine, Megatron ranks. It takes 12 minutes on two cores without the scene "flight", of which 40 faults took 37
 minutes in one run, on a machine busy with other work. A row fails unless its fault really did harm.
 
 The last column names the test that plants the fault, without its folder `tests/`, or a scene in `tests/chaos`:
 
 - lab: a run of one rank and a real engine gets one fault in each step. After the refusal the fault is removed and the
-  step continues, so that one start covers many faults.
+  step continues, so that one start covers many faults. Step 1 gets all those that only a run's first update shows.
 - large lab: the same with the demo's batch, in which the alignment test can see single experts and single rows.
 - layouts: two ranks run the training step on rollouts that a run has kept.
 - chain: a run of two ranks and a real engine is ended by one fault after the other, and resumed after each. At the end

@@ -18,10 +18,14 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 LARGE = ("rollout.prompts_per_step=64", "rollout.group_size=8", "train.microbatch_tokens=2048")
 
 
+# The first update then has a reference policy, and a temperature that changes the logits.
+FIRST = ("objective.kl_coef=0.01", "rollout.temperature=1.1")
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """{name of the fault: what came of it}"""
-    return run_through(tmp_path_factory.mktemp("lab"), faults.of("lab"))
+    return run_through(tmp_path_factory.mktemp("lab"), faults.of("lab"), *FIRST)
 
 
 @pytest.fixture(scope="module")
