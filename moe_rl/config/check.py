@@ -75,7 +75,7 @@ def config_problems(config: Config, facts: ModelFacts | None, world_size: int) -
         *engine_problems(config),
         *queue_problems(config),
         *neighbour_problems(config, world_size),
-        *passed_problems(config),
+        *passed_problems(config, facts),
         *layout_problems(config.parallel, config.train, facts, world_size),
         *_share_problems(config, world_size),
         *_profile_problems(config, world_size),

@@ -17,11 +17,15 @@ from typing import Any
 
 from moe_rl.config.bypasses import NO_PLAN, bypasses
 from moe_rl.config.schema import Config
+from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.errors import Problem, describe, did_you_mean
+from moe_rl.models.facts import ModelFacts
 
 DTYPES = ("float32", "bfloat16")
 """Names of the precisions that a field of type torch.dtype takes. In float16 and uint8, TransformerEngine scales Adam's
 moments, and a resume would not restore them bit for bit."""
+ATTENTION = ("flash", "fused", "unfused", "auto")
+"""Names of Megatron's AttnBackend. Its `local` needs other layers than a run has."""
 
 _OBJECT = "only a program can set it: its value is an object"
 _UNREAD = "nothing that a run uses reads it"
@@ -30,6 +34,7 @@ _LAYOUT = "parallel decides which rank holds what"
 _GPUS = "cluster.gpus_per_engine decides the GPUs of an engine"
 _MOVED = "a connector would move KV blocks, and the recorder would not see it"
 _ADAM = "the optimizer is Adam in float32 or bfloat16"
+_NAMED = {"torch.dtype": DTYPES, "AttnBackend": ATTENTION}  # types whose values a config names
 
 
 def _words(text: str) -> frozenset[str]:
@@ -85,7 +90,9 @@ MEGATRON = Passed(
         r"moe_(deepep|hybridep)_num_sms|moe_(ncclep|enable_deepep)\w*|masked_softmax_fusion|"
         r"hetereogenous_dist_checkpoint|moe_layer_recompute|rotary_percent|bias_dropout_fusion|"
         r"persist_layer_norm|memory_efficient_layer_norm|deterministic_mode|attention_softmax_in_fp32|"
-        r"pipeline_model_parallel_comm_backend|use_fused_weighted_squared_relu": _UNREAD,
+        r"pipeline_model_parallel_comm_backend|use_fused_weighted_squared_relu|use_te_rng_tracker|"
+        r"use_grouped_gemm_for_dense_mlp|fp8_interval": _UNREAD,
+        r"tp_comm_\w+": "only Megatron's training script makes the buffers that TransformerEngine needs for it",
         r"(mup|use_mup|qk_clip|experimental|mrope|heterogeneous)\w*|qk_l2_norm|no_rope_freq|"
         r"apply_\w+(layernorm|scaling)|layernorm_zero_centered_gamma|rotary_interleaved|softmax_scale|"
         r"attention_output_gate|multi_latent_attention|is_hybrid_model|moe_latent_size|moe_shared_expert_gate|"
@@ -96,7 +103,7 @@ MEGATRON = Passed(
         "microbatch_group_size_per_vp_stage": "a pass may have no more microbatches than parallel.pipeline",
         "num_microbatches_with_partial_activation_checkpoints": "all microbatches recompute the same layers",
     },
-    engine=r"fp32_residual_connection|(fp8|fp4|tp_comm|use_te|use_kitchen|kitchen)\w*|apply_rope_fusion|fused_(single|residual)\w+|"
+    engine=r"fp32_residual_connection|(fp8|fp4|use_kitchen|kitchen)\w*|apply_rope_fusion|fused_(single|residual)\w+|"
     r"use_transformer_engine_op_fuser|attention_backend|flash_attention_version|cp_comm_type|tp_only_amax_red|"
     r"\w*offload\w*|\w*grouped_gemm_for\w+|moe_single_grouped_\w+|first_last_layers_bf16|"
     r"num_layers_at_\w+_in_bf16|mla_down_proj_fusion|activation_func_fp8_input_store|batch_invariant_mode|"
@@ -133,12 +140,12 @@ VLLM = Passed(
         """model skip_tokenizer_init generation_config logprobs_mode worker_extension_cls scheduler_cls worker_cls
         weight_transfer_config structured_outputs_config load_format
         additional_config enable_return_routed_experts dtype seed max_model_len
-        max_num_seqs kv_cache_memory_bytes tensor_parallel_size enable_sleep_mode scheduling_policy enforce_eager"""
+        max_num_seqs kv_cache_memory_bytes gpu_memory_utilization tensor_parallel_size enable_sleep_mode
+        scheduling_policy enforce_eager"""
     ),
     refused={
-        r"data_parallel_\w+|enable_(eplb|elastic_ep)|eplb_config|elastic_ep\w+|expert_placement_strategy": (
-            "an engine is one replica of the weights, whose experts stay in their places"
-        ),
+        r"(data_parallel_|elastic_ep)\w+|dp_sync_interval|enable_(eplb|elastic_ep)|eplb_config|"
+        r"expert_placement_strategy": "an engine is one replica of the weights, whose experts stay in their places",
         r"(decode|prefill)_context_parallel_size|(dcp|cp)_\w+|enable_hc_sp": (
             "a context-parallel worker holds only some of a request's KV slots"
         ),
@@ -151,7 +158,9 @@ VLLM = Passed(
         r"allowed_\w+|return_sampling_mask|enable_prompt_embeds|served_model_name|\w*replayssm\w*|kda_\w+|gdn_\w+|"
         r"io_processor_plugin|enable_trace_replay|reasoning_\w+|structured_\w+|tokens_only|shutdown_timeout|"
         r"watermark_config|aux_output_config|swa_bounded_replay|enable_mm_embeds|enable_tower\w+|"
-        r"default_mm_\w+|use_tqdm_on_load|pt_load_map_location|engram_config": _UNREAD,
+        r"default_mm_\w+|use_tqdm_on_load|pt_load_map_location|engram_config|max_parallel_loading_workers|"
+        r"renderer_num_workers": _UNREAD,
+        r"max_num_queued_\w+": "a run's engine refuses no request: those above rollout.max_concurrent wait",
         r"sleep_\w+|enable_cumem_allocator": "rollout.sleep_level decides how an engine sleeps",
         r"(enable_)?fault_tolerance\w*": "rollout.max_lost_servers decides what a lost engine means",
     },
@@ -195,12 +204,12 @@ def needs_engine(config: Config) -> Iterator[str]:
         yield "train.megatron_optimizer.use_precision_aware_optimizer"
 
 
-def passed_problems(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each setting that cannot be passed on."""
+def passed_problems(config: Config, facts: ModelFacts | None = None) -> Iterator[Problem]:
+    """Yield a problem for each setting that cannot be passed on. facts: the model's, None if they are not known."""
     for mapping, name, value in given(config):
         yield from setting_problems(mapping, name, value, recompute=config.train.recompute)
     yield from _dispatcher_problems(config)
-    yield from _optimizer_problems(config)
+    yield from combination_problems(config.train, config.parallel, facts, experts=config.placement.experts)
     yield from _draft_problems(config)
 
 
@@ -228,7 +237,9 @@ def setting_problems(mapping: str, name: str, value: Any, *, recompute: str) -> 
     elif reason := _reason(passed, name):
         yield describe(reason, where={"key": key}, got=value, do="remove it")
     elif not _accepts(known[name], value):
-        expected = ast.unparse(known[name]).replace("torch.dtype", f"one of {', '.join(DTYPES)}")
+        expected = ast.unparse(known[name])
+        for kind, names in _NAMED.items():
+            expected = expected.replace(kind, f"one of {', '.join(names)}")
         yield describe("wrong value", where={"key": key}, got=repr(value), expected=expected)
 
 
@@ -260,10 +271,17 @@ def _dispatcher_problems(config: Config) -> Iterator[Problem]:
             )
 
 
-def _optimizer_problems(config: Config) -> Iterator[Problem]:
+def combination_problems(
+    train: TrainConfig, parallel: ParallelConfig, facts: ModelFacts | None, *, experts: str = "natural"
+) -> Iterator[Problem]:
     """Yield a problem for each combination that has no effect, or under which the optimizer's state could not be moved,
-    saved or seen."""
-    passed = config.train.megatron_optimizer
+    saved or seen.
+
+    Args:
+        facts: The model's, None if they are not known.
+        experts: `placement.experts`.
+    """
+    passed = train.megatron_optimizer
     moves, away = bool(passed.get("optimizer_cpu_offload")), passed.get("optimizer_offload_fraction", 0.0)
     overlap, summed = "overlap_cpu_optimizer_d2h_h2d", "grad_reduce_in_fp32"
     if isinstance(away, int | float) and not 0 <= away <= 1:
@@ -304,7 +322,14 @@ def _optimizer_problems(config: Config) -> Iterator[Problem]:
             got=False,
             expected=True,
         )
-    if "use_precision_aware_optimizer" in apart and config.train.dtype == "float32":
+    if moves and passed.get("decoupled_weight_decay") is False:
+        yield describe(
+            "Adam in host memory decays weights in no other way",
+            where={"key": "train.megatron_optimizer.decoupled_weight_decay", "given": "optimizer_cpu_offload is true"},
+            got=False,
+            expected=True,
+        )
+    if "use_precision_aware_optimizer" in apart and train.dtype == "float32":
         yield describe(
             "only bfloat16 weights have main weights beside them",
             where={"key": f"train.megatron_optimizer.{apart[0]}", "given": "train.dtype is float32"},
@@ -321,32 +346,40 @@ def _optimizer_problems(config: Config) -> Iterator[Problem]:
                 expected="float32",
                 do="remove it, or set use_precision_aware_optimizer to true, without optimizer_cpu_offload",
             )
-    for key, needed, there in (
-        ("pin_cpu_grads", "optimizer_cpu_offload", moves),
-        (overlap, "optimizer_cpu_offload", moves),
-        ("decoupled_min_lr", "decoupled_lr", passed.get("decoupled_lr") is not None),
+    exchange, latent = train.overlap_expert_parallel_comm, facts is None or facts.latent is not None
+    batched, remainders = parallel.pipeline > parallel.virtual_pipeline == 1, apart == ["use_precision_aware_optimizer"]
+    for section, key, idle, needed, there in (
+        ("megatron", "high_priority_a2a_comm_stream", False, "train.overlap_expert_parallel_comm", exchange),
+        ("megatron", "batch_p2p_sync", True, "parallel.pipeline above 1, without parallel.virtual_pipeline", batched),
+        ("megatron", "mla_down_proj_fusion", False, "a model.path whose attention is latent", latent),
+        ("megatron_optimizer", summed, True, "train.dtype bfloat16", train.dtype == "bfloat16"),
+        ("megatron_optimizer", "pin_cpu_grads", False, "optimizer_cpu_offload", moves),
+        ("megatron_optimizer", overlap, False, "optimizer_cpu_offload", moves),
+        ("megatron_optimizer", "decoupled_min_lr", False, "decoupled_lr", passed.get("decoupled_lr") is not None),
         (
+            "megatron_optimizer",
             "store_param_remainders",
+            False,
             "use_precision_aware_optimizer, without optimizer_cpu_offload",
-            apart == ["use_precision_aware_optimizer"],
+            remainders,
         ),
     ):
-        value = passed.get(key)
-        if not (there or value is None or value is False):
+        value = getattr(train, section).get(key)
+        if not (there or value is None or value is idle):
             yield describe(
                 f"has an effect only with {needed}",
-                where={"key": f"train.megatron_optimizer.{key}"},
+                where={"key": f"train.{section}.{key}"},
                 got=value,
                 do=f"remove it, or set {needed}",
             )
-    if apart and config.placement.experts != "natural":
+    if apart and experts != "natural":
         yield describe(
             "experts cannot move, because the optimizer holds their state itself",
             where={"key": "placement.experts", "given": f"train.megatron_optimizer.{apart[0]} is true"},
-            got=config.placement.experts,
+            got=experts,
             expected="natural",
         )
-    if apart and not config.train.distributed_optimizer:
+    if apart and not train.distributed_optimizer:
         yield describe(
             "only the distributed optimizer can do this",
             where={"key": "train.distributed_optimizer", "given": f"train.megatron_optimizer.{apart[0]} is true"},
@@ -356,10 +389,23 @@ def _optimizer_problems(config: Config) -> Iterator[Problem]:
 
 
 def _draft_problems(config: Config) -> Iterator[Problem]:
-    """Yield a problem if rows of drafts would be counted that are never written, see `vllm.arguments.synchronous`."""
-    passed = config.rollout.vllm
+    """Yield a problem if rows of drafts would be counted that are never written, see `vllm.arguments.synchronous`, or
+    if more than routes would be recorded, see `vllm.extras`."""
+    passed, rollout = config.rollout.vllm, config.rollout
     drafts = [name for name in passed if re.match("spec(ulative)?_", name) and passed[name] is not None]
-    if drafts and passed.get("async_scheduling") and config.rollout.capture != "native":
+    for key, value in (
+        ("rollout.keep_sampling_mask", rollout.keep_sampling_mask),
+        ("objective.score_centering", config.objective.score_centering),
+        ("rollout.router_logits_fraction", rollout.router_logits_fraction),
+    ):
+        if drafts and value:
+            yield describe(
+                "a step with drafts draws several tokens of a request, and only their routes are recorded",
+                where={"key": key, "given": f"rollout.vllm.{drafts[0]} is set"},
+                got=value,
+                do=f"remove it, or rollout.vllm.{drafts[0]}",
+            )
+    if drafts and passed.get("async_scheduling") and rollout.capture != "native":
         yield describe(
             "an asynchronous scheduler counts drafts before it knows which are accepted",
             where={"key": "rollout.vllm.async_scheduling", "given": f"rollout.vllm.{drafts[0]} is set"},
@@ -375,6 +421,7 @@ def _reason(passed: Passed, name: str) -> str:
 
 def _ours(name: str) -> str:
     near = {"max_num_seqs": "rollout.max_concurrent", "kv_cache_memory_bytes": "rollout.kv_cache_mib"}
+    near |= {"gpu_memory_utilization": "rollout.kv_cache_mib, which sizes the KV cache"}
     near |= {"enforce_eager": "rollout.cuda_graphs"}
     near |= {"enable_sleep_mode": "rollout.sleep_level"}
     near |= {"tensor_parallel_size": "cluster.gpus_per_engine, for servers: an engine beside a rank has only its GPU"}
@@ -414,8 +461,8 @@ def _accepts(annotation: ast.expr, value: Any) -> bool:
             return _accepts(ast.parse(text, mode="eval").body, value)
         case ast.Name(id=name) if name in _PLAIN:
             return isinstance(value, _PLAIN[name]) and (name == "bool" or not isinstance(value, bool))
-        case ast.Attribute(attr="dtype"):
-            return value in DTYPES
+        case ast.Attribute() | ast.Name() if (kind := ast.unparse(annotation)) in _NAMED:
+            return value in _NAMED[kind]
         case ast.BinOp(left=left, right=right):
             return _accepts(left, value) or _accepts(right, value)
         case ast.Subscript(value=ast.Name(id=name), slice=inside):

@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -139,8 +140,11 @@ def _fusions() -> dict[str, bool]:
 
 
 def _values(passed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings that are passed on to Megatron, with precisions as torch's."""
-    return {name: getattr(torch, value) if value in DTYPE_NAMES else value for name, value in passed.items()}
+    """Return settings that are passed on to Megatron, with precisions as torch's and the attention as its enum."""
+    made = {name: getattr(torch, value) if value in DTYPE_NAMES else value for name, value in passed.items()}
+    if "attention_backend" in made:  # Megatron compares it with members of the enum, which no text equals
+        made["attention_backend"] = AttnBackend[made["attention_backend"]]
+    return made
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from moe_rl.config.layout import layout_problems
-from moe_rl.config.passed_on import setting_problems
+from moe_rl.config.passed_on import combination_problems, setting_problems
 from moe_rl.errors import ConfigError, Problem, ReplayError
 from moe_rl.models.hf import read_model
 from moe_rl.parent import kill_marked, mark_children, torchrun
@@ -191,6 +191,7 @@ def prove(proof: Proof, cases: list[Case]) -> list[Proved]:
         for mapping, settings in (("megatron", train.megatron), ("megatron_optimizer", train.megatron_optimizer)):
             for name, value in settings.items():
                 problems += setting_problems(f"train.{mapping}", name, value, recompute=train.recompute)
+        problems += combination_problems(case.train_config, case.parallel_config, facts)
     if problems:
         raise ConfigError(problems)
     controls = [dataclasses.replace(case, mode="observe") for case in cases if case.mode == "r3"]

@@ -62,10 +62,18 @@ def test_a_layout_that_cannot_be_is_refused_before_it_runs(capsys):
     assert said.out == "" and "a multiple of 4 ranks" in said.err and "key-value heads" in said.err
 
 
-def test_a_setting_that_megatron_does_not_have_is_refused_before_it_runs(capsys):
-    assert run("--ranks", "2", "parallel.expert=2", "train.megatron_optimizer={grad_reduce_in_fp32:false}") == 2
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("grad_reduce_in_fp32:false", "Did you mean grad_reduce_in_fp32?"),  # without a space it is another key
+        ("grad_reduce_in_fp32: false", "train.dtype bfloat16"),
+        ("pin_cpu_grads: true", "optimizer_cpu_offload"),
+    ],
+)
+def test_a_setting_that_megatron_lacks_or_does_not_read_is_refused_before_it_runs(capsys, setting, told):
+    assert run("--ranks", "2", "parallel.expert=2", f"train.megatron_optimizer={{{setting}}}") == 2
     said = capsys.readouterr()
-    assert said.out == "" and "Did you mean grad_reduce_in_fp32?" in said.err, "without a space it is another key"
+    assert said.out == "" and told in said.err
 
 
 @pytest.mark.long

@@ -1,10 +1,15 @@
 """Settings that a config passes on to Megatron and vLLM: which are taken, and why others are refused."""
 
+import importlib.util
+import re
+from pathlib import Path
+
 import pytest
 
+from moe_rl.config.bypasses import _BYPASSES
 from moe_rl.config.check import config_problems
 from moe_rl.config.load import dump_config, load_config
-from moe_rl.config.passed_on import MEGATRON, OPTIMIZER, VLLM, fields, needs_engine, not_planned
+from moe_rl.config.passed_on import MEGATRON, OPTIMIZER, VLLM, _reason, fields, needs_engine, not_planned
 from moe_rl.models.hf import read_model
 from moe_rl.planning.cluster_plan import make_plan
 from moe_rl.planning.plan_table import render
@@ -57,6 +62,15 @@ def test_fields_of_the_installed_versions_are_taken(tmp_path):
         ("train.megatron.attention_softmax_in_fp32=true", {"do": "remove it"}),
         ("train.megatron.pipeline_model_parallel_comm_backend=ucc", {"do": "remove it"}),
         ("train.megatron.use_fused_weighted_squared_relu=true", {"do": "remove it"}),
+        ("train.megatron.use_te_rng_tracker=true", {"do": "remove it"}),
+        ("train.megatron.use_grouped_gemm_for_dense_mlp=true", {"do": "remove it"}),
+        ("train.megatron.fp8_interval=2", {"got": 2, "do": "remove it"}),
+        ("train.megatron.tp_comm_overlap=true", {"do": "remove it"}),
+        ("train.megatron.attention_backend=local", {"expected": ("flash", "auto")}),
+        ("train.megatron.attention_backend=flashh", {"expected": ("flash", "auto")}),
+        ("train.megatron.high_priority_a2a_comm_stream=true", {"do": "set train.overlap_expert_parallel_comm"}),
+        ("train.megatron.batch_p2p_sync=false", {"got": False, "do": "set parallel.pipeline"}),
+        ("train.megatron.mla_down_proj_fusion=true", {"got": True, "do": "set a model.path"}),
         ("train.megatron.microbatch_group_size_per_vp_stage=4", {"got": 4, "do": "remove it"}),
         ("train.megatron.num_microbatches_with_partial_activation_checkpoints=1", {"got": 1, "do": "remove it"}),
         ("train.megatron_optimizer.exp_avg_dtype=int4", {"expected": ("float32", "bfloat16")}),
@@ -66,6 +80,7 @@ def test_fields_of_the_installed_versions_are_taken(tmp_path):
         ("train.megatron_optimizer.main_params_dtype=float16", {"do": "remove it"}),
         ("train.megatron_optimizer.exp_avg_dtype=int16", {"expected": ("float32", "bfloat16")}),
         ("train.megatron_optimizer.overlap_param_gather=true", {}),
+        ("train.megatron_optimizer.grad_reduce_in_fp32=false", {"got": False, "do": "set train.dtype bfloat16"}),
         ("train.megatron_optimizer.bucket_size=1000", {"got": 1000, "do": "overlap_grad_reduce to true"}),
         ("train.megatron_optimizer.use_torch_optimizer_for_cpu_offload=true", {"do": "remove it"}),
         ("train.megatron_optimizer.pin_cpu_params=true", {"do": "remove it"}),
@@ -79,6 +94,12 @@ def test_fields_of_the_installed_versions_are_taken(tmp_path):
         ("rollout.vllm.tensor_parallel_size=2", {"do": "an engine beside a rank has only its GPU"}),
         ("rollout.vllm.data_parallel_size=2", {}),
         ("rollout.vllm.kv_transfer_config={}", {}),
+        ("rollout.vllm.gpu_memory_utilization=0.5", {"got": 0.5, "do": "set rollout.kv_cache_mib"}),
+        ("rollout.vllm.max_parallel_loading_workers=2", {"do": "remove it"}),
+        ("rollout.vllm.renderer_num_workers=2", {"do": "remove it"}),
+        ("rollout.vllm.max_num_queued_reqs=8", {"do": "remove it"}),
+        ("rollout.vllm.max_num_queued_tokens=8", {"do": "remove it"}),
+        ("rollout.vllm.dp_sync_interval=8", {"do": "remove it"}),
         ("rollout.vllm.stream_intervall=3", {"do": "did you mean stream_interval?"}),
     ],
 )
@@ -87,6 +108,68 @@ def test_what_is_unknown_or_breaks_a_run_is_refused_by_name(override, facts):
     do = facts.pop("do", "")
     assert do.lower() in problem.lower()
     tells(problem, key=override.partition("=")[0], **facts)
+
+
+@pytest.mark.parametrize(
+    ("override", "with_it"),
+    [
+        ("train.megatron.high_priority_a2a_comm_stream=true", "train.overlap_expert_parallel_comm=true"),
+        ("train.megatron.batch_p2p_sync=false", "parallel.pipeline=2"),
+        ("train.megatron.mla_down_proj_fusion=true", None),
+        ("train.megatron_optimizer.grad_reduce_in_fp32=false", "train.dtype=bfloat16"),
+    ],
+)
+def test_a_key_is_taken_where_it_has_an_effect(override, with_it):
+    """Without its facts, a model may have latent attention."""
+    config = load_config(CONFIG, [override, *[with_it] * bool(with_it)])
+    told = config_problems(config, read_model(config.model.path) if with_it else None, 2)
+    assert override.partition("=")[0] not in [problem.about.get("key") for problem in told]
+
+
+def test_reductions_that_do_not_depend_on_the_batch_are_taken():
+    batch_invariant = "flash_attention_version: 3, batch_invariant_mode: true"
+    assert found(f"train.megatron={{attention_backend: flash, {batch_invariant}}}") == []
+
+
+def test_a_key_that_is_taken_has_a_reader():
+    """Outside the config classes and the parts of Megatron that no run uses. One class reads a field itself: it sets a
+    flag of torch, see tests/megatron/test_passed_on.py."""
+    places = map(Path, importlib.util.find_spec("megatron").submodule_search_locations)
+    skipped = {Path(file).name for file, _ in (*MEGATRON.classes, *OPTIMIZER.classes)}
+    skipped |= {"fsdp", "inference", "mimo", "bert", "T5", "hybrid", "ssm", "vision", "multimodal", "huggingface"}
+    read = set()
+    for place in places:
+        for path in (place / "core").rglob("*.py"):
+            if not skipped & {*path.relative_to(place).parts}:
+                text = path.read_text(encoding="utf-8")
+                read.update(*re.findall(r"\.(\w+)|getattr\(\s*[\w.]+,\s*['\"](\w+)", text))
+    for passed in (MEGATRON, OPTIMIZER):
+        taken = {name for name in fields(passed.classes).keys() - passed.ours if not _reason(passed, name)}
+        assert len(taken) > 20
+        assert taken - read - {*_BYPASSES, "disable_bf16_reduced_precision_matmul"} == set()
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["rollout.keep_sampling_mask=true", "objective.score_centering=4", "rollout.router_logits_fraction=0.5"],
+)
+def test_of_drafts_only_routes_are_recorded(override):
+    given, told = "rollout.vllm.speculative_config is set", []
+    for drafts in ([], ["rollout.vllm.speculative_config={method: ngram}"]):
+        told.append([problem for problem in found(override, *drafts) if problem.about.get("given") == given])
+    without, (problem,) = told
+    assert without == []
+    tells(problem, key=override.partition("=")[0])
+
+
+@pytest.mark.parametrize("moves", ["", ", optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0"])
+def test_an_optimizer_that_holds_its_state_itself_moves_no_experts_and_is_distributed(moves):
+    own = "train.dtype=bfloat16", f"train.megatron_optimizer={{use_precision_aware_optimizer: true{moves}}}"
+    given = "train.megatron_optimizer.use_precision_aware_optimizer is true"
+    (problem,) = found(*own, "placement.experts=traced")
+    tells(problem, key="placement.experts", given=given, got="traced", expected="natural")
+    (problem,) = found(*own, "train.distributed_optimizer=false")
+    tells(problem, key="train.distributed_optimizer", given=given, got=False, expected=True)
 
 
 @pytest.mark.parametrize("drafts", ["speculative_config: {method: mtp}", "spec_method: mtp"])
@@ -113,6 +196,8 @@ def test_drafts_are_not_scheduled_before_it_is_known_which_are_accepted(drafts):
         ("bfloat16", "exp_avg_sq_dtype: uint8", "exp_avg_sq_dtype", {"expected": ("float32", "bfloat16")}),
         ("bfloat16", "optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0, store_param_remainders: true",
          "store_param_remainders", {"got": True, "do": "without optimizer_cpu_offload"}),
+        ("bfloat16", "optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0, decoupled_weight_decay: false",
+         "decoupled_weight_decay", {"got": False, "expected": True}),
         ("float32", "use_precision_aware_optimizer: true", "use_precision_aware_optimizer",
          {"got": True, "given": "train.dtype is float32", "do": "train.dtype to bfloat16"}),
     ],

@@ -1,12 +1,14 @@
 """Settings that are passed on to Megatron: each does what its name says. Runs on one rank."""
 
+import os
 from contextlib import suppress
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from moe_rl.config.passed_on import MEGATRON, OPTIMIZER, fields
+from moe_rl.config.passed_on import ATTENTION, MEGATRON, OPTIMIZER, fields
 from moe_rl.config.training import OptimizerConfig, ParallelConfig, TrainConfig
 from moe_rl.errors import ConfigError
 from tests.megatron.models import TRAIN, facts
@@ -75,6 +77,25 @@ def test_matrix_products_in_bfloat16_may_be_summed_in_float32(one_rank):
         assert flag.allow_bf16_reduced_precision_reduction is False
     finally:
         flag.allow_bf16_reduced_precision_reduction = before
+
+
+def test_attention_takes_the_backend_of_that_name():
+    """TransformerEngine reads these variables."""
+    from moe_rl.megatron import model
+
+    variables, allowed = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"), {}
+    for backend in ATTENTION:
+        train = TRAIN.model_copy(update={"megatron": {"attention_backend": backend}})
+        config = model.transformer_config(facts(), train, ParallelConfig())
+        with mock.patch.dict(os.environ):
+            for name in variables:
+                os.environ.pop(name, None)
+            model.GPTModel._set_attention_backend(SimpleNamespace(config=config))
+            allowed[backend] = "".join(os.environ[name] for name in variables)
+    assert allowed == {"flash": "100", "fused": "010", "unfused": "001", "auto": "111"}
+    invariant = {"attention_backend": "flash", "flash_attention_version": 3, "batch_invariant_mode": True}
+    train = TRAIN.model_copy(update={"megatron": invariant})
+    assert model.transformer_config(facts(), train, ParallelConfig()).batch_invariant_mode
 
 
 @pytest.mark.parametrize(
