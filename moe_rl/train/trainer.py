@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -63,15 +64,17 @@ class StepProfiler:
 
     Args:
         folder: for the files; made when the first one is written.
+        note: tells the run's reader which file is missing, and why.
     """
 
-    def __init__(self, config: ProfileConfig | None, folder: Path, rank: int):
+    def __init__(self, config: ProfileConfig | None, folder: Path, rank: int, note: Callable[[str], object]):
         self._config = config if config is not None and rank in config.ranks else None
-        self._folder, self._rank = folder, rank
+        self._folder, self._rank, self._note = folder, rank, note
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Profile what runs inside, if the config names this step. A file above the limit is removed, with a note."""
+        """Profile what runs inside, if the config names this step. A file that is above the limit, or
+        cannot be written, is not kept, with a note."""
         if self._config is None or step not in self._config.steps:
             yield
             return
@@ -79,24 +82,32 @@ class StepProfiler:
         if on_gpu:
             torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        with profile(activities=activities, record_shapes=True) as profiler:
-            yield
-        self._folder.mkdir(exist_ok=True)
         name, most = f"step{step:06d}-rank{self._rank:05d}", self._config.mib
-        self._write(f"{name}.json.gz", profiler.export_chrome_trace, most)
-        if on_gpu:
-            self._write(f"{name}.pickle", torch.cuda.memory._dump_snapshot, most)
-            torch.cuda.memory._record_memory_history(enabled=None)
+        try:
+            with profile(activities=activities, record_shapes=True) as profiler:
+                yield
+            self._write(f"{name}.json.gz", profiler.export_chrome_trace, most)
+            if on_gpu:
+                self._write(f"{name}.pickle", torch.cuda.memory._dump_snapshot, most)
+        finally:
+            if on_gpu:
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, name: str, export: Callable[[str], object], most: int) -> None:
         unfinished = self._folder / f".{os.getpid()}-{name}"
-        export(str(unfinished))
-        size = unfinished.stat().st_size / 2**20
-        if size > most:
+        try:
+            self._folder.mkdir(exist_ok=True)
+            export(str(unfinished))
+            size = unfinished.stat().st_size / 2**20
+            if size <= most:
+                unfinished.replace(self._folder / name)
+                return
+            why = f"it has {size:.1f} MiB, report.profile.mib is {most}"
+        except OSError as error:  # such as a full disk, which must not end the run
+            why = str(error)
+        with suppress(OSError):
             unfinished.unlink()
-            print(f"{self._folder / name} is removed: it has {size:.1f} MiB, report.profile.mib is {most}", flush=True)
-        else:
-            unfinished.replace(self._folder / name)
+        self._note(f"{self._folder / name} is not kept: {why}")
 
 
 # The timed parts of a step that every rank runs. A run that is asked to stop finishes these first.
@@ -146,7 +157,8 @@ class Trainer:
         self.train_seconds = 0.0  # duration of the last step, including its weight sync
         runs = None if task is None else canary_runs(config, task)
         self.canary = Canary(world.broadcast(runs, list[tuple[int, ...]]), self.store, spec)
-        self.profiler = StepProfiler(config.report.profile, folder.profiles, dist.get_rank())
+        note: Callable[[str], object] = partial(print, flush=True) if self.main is None else self._tell
+        self.profiler = StepProfiler(config.report.profile, folder.profiles, dist.get_rank(), note)
         self.evidence = EvidenceKeeper(config, folder, self.policy, self.store, spec, self._tell)
 
     def _tell(self, text: str) -> None:

@@ -1,8 +1,11 @@
 """Profiles of steps: chosen ones are written, large ones removed, and `moe-rl show` lists them."""
 
+import errno
 import gzip
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from moe_rl.__main__ import main
 from moe_rl.config.check import config_problems
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import ProfileConfig
+from moe_rl.train import trainer
 from moe_rl.train.trainer import StepProfiler
 from tests.support.refusals import tells
 from tests.train.stand_in_run import begin
@@ -23,9 +27,11 @@ def work(profiler: StepProfiler) -> None:
 
 
 def test_the_chosen_steps_of_the_chosen_ranks_are_written(tmp_path):
+    notes = []
     for rank in (0, 1, 2):
-        work(StepProfiler(ProfileConfig(steps=(2, 3), ranks=(0, 2)), tmp_path, rank))
-    work(StepProfiler(None, tmp_path, 0))
+        work(StepProfiler(ProfileConfig(steps=(2, 3), ranks=(0, 2)), tmp_path, rank, notes.append))
+    work(StepProfiler(None, tmp_path, 0, notes.append))
+    assert notes == []
     names = [f"step{step:06d}-rank{rank:05d}.json.gz" for step in (2, 3) for rank in (0, 2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     events = json.loads(gzip.decompress((tmp_path / names[0]).read_bytes()))["traceEvents"]
@@ -33,13 +39,38 @@ def test_the_chosen_steps_of_the_chosen_ranks_are_written(tmp_path):
     assert product["args"]["Input Dims"] == [[8, 8], [8, 8]]
 
 
-def test_a_profile_above_the_limit_is_removed_and_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        torch.profiler.profile, "export_chrome_trace", lambda _, path: Path(path).write_bytes(bytes(3 << 20))
-    )
-    work(StepProfiler(ProfileConfig(steps=(1,), mib=2), tmp_path, 0))
+@pytest.mark.parametrize(("full", "why"), [(False, "it has 3.0 MiB"), (True, "No space left")])
+def test_a_profile_that_is_too_large_or_finds_no_room_is_named_and_ends_no_run(tmp_path, monkeypatch, full, why):
+    def export(_, path):
+        Path(path).write_bytes(bytes(3 << 20))
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    notes = []
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    work(StepProfiler(ProfileConfig(steps=(1,), mib=2), tmp_path, 0, notes.append))
     assert not list(tmp_path.iterdir())
-    assert f"{tmp_path / 'step000001-rank00000.json.gz'} is removed: it has 3.0 MiB" in capsys.readouterr().out
+    (note,) = notes
+    assert str(tmp_path / "step000001-rank00000.json.gz") in note and why in note
+
+
+def test_on_a_gpu_a_snapshot_of_the_allocator_is_written_too(tmp_path, monkeypatch):
+    """A stand-in is the allocator, whose history ends with the step, also where the step fails."""
+    history, profiled = [], SimpleNamespace(export_chrome_trace=lambda path: Path(path).touch())
+    monkeypatch.setattr(trainer, "profile", lambda **_: nullcontext(profiled))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **given: history.append(given))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
+    profiler = StepProfiler(ProfileConfig(steps=(1, 2)), tmp_path, 0, print)
+    with profiler.step(1):
+        pass
+    with pytest.raises(ZeroDivisionError), profiler.step(2):
+        raise ZeroDivisionError
+    assert history == [{"max_entries": trainer._ALLOCATIONS}, {"enabled": None}] * 2
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        "step000001-rank00000.json.gz": b"",
+        "step000001-rank00000.pickle": b"snapshot",
+    }
 
 
 def test_what_is_never_recorded_is_refused():
