@@ -376,8 +376,8 @@ class ReportConfig(Section):
     profile: ProfileConfig | None = None
     """Steps that are recorded with torch.profiler. null: none."""
     prometheus_port: Annotated[int, Field(ge=1, le=65534)] | None = None
-    """Port of 127.0.0.1 at which rank 0 serves the newest metrics as Prometheus text. At the next port the process that
-    samples while the ranks train serves how many groups are in which state. null: none."""
+    """Port of 127.0.0.1 at which rank 0 serves the newest metrics as Prometheus text. In mode async, unless
+    max_staleness is 0, the next port serves how many groups are in which state. null: none."""
 
     def problems(self) -> Iterator[Problem]:
         if len(set(self.trackers)) < len(self.trackers):

@@ -32,6 +32,7 @@ from typing import Any
 from moe_rl import prometheus
 from moe_rl.clock import Clock
 from moe_rl.config.load import load_config
+from moe_rl.config.schema import Config
 from moe_rl.errors import MoeRLError
 from moe_rl.messages import Channel, Message
 from moe_rl.models.hf import read_model
@@ -56,8 +57,7 @@ def main(environment: Environment | None = None) -> None:
             assert isinstance(call, wire.OpenPool)  # rank 0 sends it first, and only once
             with line.beating():
                 rollouts = _open(call.run_dir, call.config, stack, environment)
-                port, states = rollouts.config.report.prometheus_port, dict[str, float]()
-                port = None if port is None else port + 1
+                port, states = _port(rollouts.config), dict[str, float]()
                 stack.enter_context(prometheus.serving(port, call.run_dir.name, states.copy))
         except Exception as error:
             line.answer(_failed(error))
@@ -73,6 +73,12 @@ def _open(run_dir: Path, config_file: Path, stack: ExitStack, environment: Envir
     facts = read_model(config.model.path)
     task = load_task(config, TextCodec(config.model.path, stop_tokens(config, facts), config.rollout.stop))
     return Rollouts.start(config, facts, task, run_dir, stack, environment)
+
+
+def _port(config: Config) -> int | None:
+    """Return the port for the numbers of groups. Only a feed has them."""
+    port = config.report.prometheus_port
+    return port + 1 if port is not None and config.pipeline.by_group else None
 
 
 class _Pool:

@@ -9,10 +9,11 @@ import struct
 from collections import defaultdict
 from types import SimpleNamespace
 
+from moe_rl.config.load import load_config
 from moe_rl.errors import RewardError
 from moe_rl.messages import Channel
 from moe_rl.rollout import pool_client as wire
-from moe_rl.rollout.pool import _Pool, _PoolLine
+from moe_rl.rollout.pool import _Pool, _PoolLine, _port
 from moe_rl.vllm.wire import Alive, Close
 
 
@@ -53,6 +54,16 @@ class Rollouts:
 
     async def evaluate(self, step):
         return {"eval/pass_rate": 0.5}
+
+
+def test_only_a_feed_has_numbers_to_serve():
+    def port(*overrides):
+        return _port(load_config("tiny_moe_cpu", [*overrides]))
+
+    served = "report.prometheus_port=9400"
+    assert port(served, "pipeline.mode=async") == 9401
+    assert port("pipeline.mode=async") is port(served) is port(served, "pipeline.mode=one_step_off") is None
+    assert port(served, "pipeline.mode=async", "pipeline.max_staleness=0") is None
 
 
 def test_a_step_is_judged_while_the_next_is_sampled_and_files_are_deleted_at_once(tmp_path):
