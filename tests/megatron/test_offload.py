@@ -19,26 +19,39 @@ MEMORY |= {"grad_reduce_in_fp32": False, "pin_cpu_grads": False}
 
 @pytest.fixture
 def on_gpu():
-    on_host = set()
+    from moe_rl.megatron.optimizer_slices import HybridDeviceOptimizer
+
+    on_host, divide = {}, HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    def divided(hybrid, fraction):
+        """Give the float32 copies of parameters that stay on the GPU, which do not say so, to the GPU's Adam."""
+        groups, none, of_gpu, of_host, in_float32 = divide(hybrid, fraction)
+        assert none == []
+        sides = []
+        for moved in (True, False):
+            side = [{**group, "params": [p for p in group["params"] if (p in of_host) is moved]} for group in groups]
+            sides.append([group for group in side if group["params"]])
+        return *sides, of_gpu, of_host, in_float32
 
     def pin(tensor):
-        on_host.add(tensor.data_ptr())
+        on_host[tensor.data_ptr()] = tensor  # kept, so that no other tensor gets its place
         return tensor
 
     says = property(lambda tensor: tensor.dtype is torch.bfloat16 and tensor.data_ptr() not in on_host)
     with (
         mock.patch.object(torch.Tensor, "pin_memory", pin),
         mock.patch.object(torch.Tensor, "is_cuda", says, create=True),
+        mock.patch.object(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", divided),
     ):
         yield on_host
 
 
-def resumed(run):
+def resumed(run, memory):
     """Return a new policy with the weights and the optimizer of `run`, through the parts of a checkpoint."""
     from moe_rl.megatron import checkpoint
     from moe_rl.megatron.model import unwrap
 
-    other = Run(dtype="bfloat16", megatron_optimizer=MEMORY)
+    other = Run(dtype="bfloat16", megatron_optimizer=memory)
     state = checkpoint.sharded(run.policy, loading=False)["optimizer"]
     checkpoint.sharded(other.policy, loading=True)
     for ours, theirs in zip(run.policy.chunks, other.policy.chunks, strict=True):
@@ -54,11 +67,23 @@ def resumed(run):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_run_with_its_optimizer_in_host_memory_learns_the_same_and_resumes_bit_for_bit(on_gpu):
-    plain, run = Run(dtype="bfloat16"), Run(dtype="bfloat16", megatron_optimizer=MEMORY)
+@pytest.mark.parametrize(
+    "also",
+    [{}, {"overlap_cpu_optimizer_d2h_h2d": True}, {"optimizer_offload_fraction": 0.5}],
+    ids=["all", "overlap", "half"],
+)
+def test_a_run_with_its_optimizer_in_host_memory_learns_the_same_and_resumes_bit_for_bit(on_gpu, also):
+    """`overlap` is what configs/qwen3_30b_a3b_8gpu.yaml sets. On a CPU it overlaps nothing, but each parameter has an
+    Adam of its own."""
+    memory = MEMORY | also
+    plain, run = Run(dtype="bfloat16"), Run(dtype="bfloat16", megatron_optimizer=memory)
     (hybrid,) = {one.optimizer for one in run.policy.optimizers[:1]}
-    moved = sum(values.numel() * 12 for values in hybrid.gpu_params_map_cpu_copy.values())
-    assert moved > 0 and on_gpu and all(values.main_param is None for values in run.policy.chunks[0].parameters())
+    parameters = [values for group in hybrid.param_groups for values in group["params"]]
+    moved = [values for values in parameters if values in hybrid.gpu_params_map_cpu_copy]
+    adams, half = len(hybrid.cpu_optimizers), memory["optimizer_offload_fraction"] < 1
+    assert moved and (len(moved) < len(parameters)) == (hybrid.gpu_optimizer is not None) == half
+    assert adams == (len(moved) if memory.get("overlap_cpu_optimizer_d2h_h2d") else 1)
+    assert on_gpu and all(values.main_param is None for values in run.policy.chunks[0].parameters())
     before = run.weights()
     for _ in range(2):
         ours, theirs = run.update()[0], plain.update()[0]
@@ -68,7 +93,7 @@ def test_a_run_with_its_optimizer_in_host_memory_learns_the_same_and_resumes_bit
         torch.cat([(one[name] - ours[name]).flatten() for name in ours]).norm() for one in (before, theirs)
     )
     assert apart < 0.2 * change
-    other = resumed(run)
+    other = resumed(run, memory)
     assert other.update() == run.update()
     ours, theirs = run.weights(), other.weights()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
