@@ -3,8 +3,9 @@ with an engine beside each of two ranks.
 
     python benchmarks/one_node.py [--json FILE] [--work DIR]
 
-planned_gib_per_gpu: the fullest GPU by the plan of configs/qwen3_30b_a3b_8gpu.yaml. Where trainer and engine share a
-GPU both sides are added. usable_gib_per_gpu: what the plan may use. planned_host_gib: Adam's state of all ranks.
+planned_gib_per_gpu: the fullest GPU by the plan of configs/qwen3_30b_a3b_8gpu.yaml. It trains or samples: training all
+parameters and an engine do not fit on one GPU. Where a plan lets them share a GPU both sides are added.
+usable_gib_per_gpu: what the plan may use. planned_host_gib: Adam's state of all ranks.
 engines_beside_ranks: engines that run beside the two ranks of the tiny model. resume_differing_metrics: values of
 metrics.jsonl, without times and memory, that differ between two steps and the same two of which the second was killed
 with all engines and done again.
