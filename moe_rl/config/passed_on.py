@@ -93,6 +93,7 @@ MEGATRON = Passed(
         r"pipeline_model_parallel_comm_backend|use_fused_weighted_squared_relu|use_te_rng_tracker|"
         r"use_grouped_gemm_for_dense_mlp|fp8_interval": _UNREAD,
         r"tp_comm_\w+": "only Megatron's training script makes the buffers that TransformerEngine needs for it",
+        "batch_invariant_mode": "only Megatron's training script turns its matrix products on",
         r"(mup|use_mup|qk_clip|experimental|mrope|heterogeneous)\w*|qk_l2_norm|no_rope_freq|"
         r"apply_\w+(layernorm|scaling)|layernorm_zero_centered_gamma|rotary_interleaved|softmax_scale|"
         r"attention_output_gate|multi_latent_attention|is_hybrid_model|moe_latent_size|moe_shared_expert_gate|"
@@ -106,7 +107,7 @@ MEGATRON = Passed(
     engine=r"fp32_residual_connection|(fp8|fp4|use_kitchen|kitchen)\w*|apply_rope_fusion|fused_(single|residual)\w+|"
     r"use_transformer_engine_op_fuser|attention_backend|flash_attention_version|cp_comm_type|tp_only_amax_red|"
     r"\w*offload\w*|\w*grouped_gemm_for\w+|moe_single_grouped_\w+|first_last_layers_bf16|"
-    r"num_layers_at_\w+_in_bf16|mla_down_proj_fusion|activation_func_fp8_input_store|batch_invariant_mode|"
+    r"num_layers_at_\w+_in_bf16|mla_down_proj_fusion|activation_func_fp8_input_store|"
     r"moe_paged_stash\w*|disable_parameter_transpose_cache|moe_permute_fusion",
 )
 OPTIMIZER = Passed(

@@ -103,7 +103,7 @@ class StepProfiler:
                 unfinished.replace(self._folder / name)
                 return
             why = f"it has {size:.1f} MiB, report.profile.mib is {most}"
-        except OSError as error:  # such as a full disk, which must not end the run
+        except (OSError, RuntimeError) as error:  # such as a full disk, which must not end the run
             why = str(error)
         with suppress(OSError):
             unfinished.unlink()

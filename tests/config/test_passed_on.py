@@ -66,6 +66,7 @@ def test_fields_of_the_installed_versions_are_taken(tmp_path):
         ("train.megatron.use_grouped_gemm_for_dense_mlp=true", {"do": "remove it"}),
         ("train.megatron.fp8_interval=2", {"got": 2, "do": "remove it"}),
         ("train.megatron.tp_comm_overlap=true", {"do": "remove it"}),
+        ("train.megatron.batch_invariant_mode=true", {"do": "remove it"}),
         ("train.megatron.attention_backend=local", {"expected": ("flash", "auto")}),
         ("train.megatron.attention_backend=flashh", {"expected": ("flash", "auto")}),
         ("train.megatron.high_priority_a2a_comm_stream=true", {"do": "set train.overlap_expert_parallel_comm"}),
@@ -124,11 +125,6 @@ def test_a_key_is_taken_where_it_has_an_effect(override, with_it):
     config = load_config(CONFIG, [override, *[with_it] * bool(with_it)])
     told = config_problems(config, read_model(config.model.path) if with_it else None, 2)
     assert override.partition("=")[0] not in [problem.about.get("key") for problem in told]
-
-
-def test_reductions_that_do_not_depend_on_the_batch_are_taken():
-    batch_invariant = "flash_attention_version: 3, batch_invariant_mode: true"
-    assert found(f"train.megatron={{attention_backend: flash, {batch_invariant}}}") == []
 
 
 def test_a_key_that_is_taken_has_a_reader():

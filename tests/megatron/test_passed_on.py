@@ -93,9 +93,6 @@ def test_attention_takes_the_backend_of_that_name():
             model.GPTModel._set_attention_backend(SimpleNamespace(config=config))
             allowed[backend] = "".join(os.environ[name] for name in variables)
     assert allowed == {"flash": "100", "fused": "010", "unfused": "001", "auto": "111"}
-    invariant = {"attention_backend": "flash", "flash_attention_version": 3, "batch_invariant_mode": True}
-    train = TRAIN.model_copy(update={"megatron": invariant})
-    assert model.transformer_config(facts(), train, ParallelConfig()).batch_invariant_mode
 
 
 @pytest.mark.parametrize(
