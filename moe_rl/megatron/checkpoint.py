@@ -48,6 +48,7 @@ from moe_rl.megatron.model import unwrap
 from moe_rl.megatron.optimizer_slices import set_slices, sharded_slices
 from moe_rl.megatron.policy import Policy
 from moe_rl.weights.conservation import PartSums
+from moe_rl.whereabouts import HERE
 
 STATE = "state.json"
 RUN_TENSORS = "run.safetensors"
@@ -267,6 +268,7 @@ def _end(span: str) -> int:
 def _piece(pieces: Pieces, file: IO[bytes], offset: int, length: int) -> BytesIO:
     """Read a piece of a file and check its digest. Raises CheckpointError."""
     path, content = Path(file.name), b""
+    HERE.leave()  # a rank that reads on is no hang, however large the checkpoint
 
     def read(_: Path) -> str:
         nonlocal content

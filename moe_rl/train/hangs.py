@@ -47,8 +47,8 @@ def statuses(folder: Path) -> list[int]:
 
 
 FOLDER = "hang"
-# Phases in which rank 0 waits for samplers, verifiers or files, which have limits of their own.
-_WAITS = frozenset({"start", "rollout", "wait for rollout", "evaluate", "report", "finished", "stopped", "failed"})
+# Phases in which rank 0 waits for samplers, verifiers or trackers, which have limits of their own.
+_WAITS = frozenset({"rollout", "wait for rollout", "evaluate", "report", "finished", "stopped", "failed"})
 _TIMES_SLOWEST = 3.0
 # The first time, nothing says how long a part may take.
 _TIMES_FIRST = 6.0
@@ -56,8 +56,15 @@ _TIMES_FIRST = 6.0
 Place = tuple[str, str]
 """A phase and its part."""
 
+START: Place = ("start", "")
+"""The start, until rank 0 has started the sampler and the verifiers."""
+
 Evidence = Callable[[], tuple[dict[str, int], bytes]]
 """Returns how many collectives of each process group this rank has begun, and torch's record of the last ones."""
+
+
+def _waits(place: Place) -> bool:
+    return place == START or place[0] in _WAITS
 
 
 class Stillness:
@@ -71,7 +78,7 @@ class Stillness:
     def __init__(self, seconds: float):
         self._seconds = seconds
         self._slowest: dict[Place, float] = {}
-        self._place, self._marks, self._still = ("start", ""), object(), 0.0
+        self._place, self._marks, self._still = START, object(), 0.0
 
     def look(self, place: Place, marks: object, passed: float) -> float | None:
         """Return for how many seconds no rank has moved, if that is too long.
@@ -82,8 +89,8 @@ class Stillness:
             passed: seconds since the last call in which this process ran.
         """
         self._still += passed
-        if marks != self._marks or place[0] in _WAITS:
-            if self._place[0] not in _WAITS:
+        if marks != self._marks or _waits(place):
+            if not _waits(self._place):
                 self._slowest[self._place] = max(self._slowest.get(self._place, 0.0), self._still)
             self._place, self._marks, self._still = place, marks, 0.0
         slowest = self._slowest.get(place)
@@ -94,7 +101,7 @@ class Stillness:
 def report(folder: Path, rank: int, evidence: Evidence) -> dict[str, int]:
     """Write what this rank is at, below the run folder. Returns how many collectives of each group it has begun."""
     begun, record = dict[str, int](), b""
-    with suppress(RuntimeError):  # a group may be broken
+    with suppress(Exception):  # a group may be broken; an error here would keep the run from ending
         begun, record = evidence()
     path = folder / FOLDER / f"rank{rank:05d}"
     with suppress(OSError):  # the ranks end anyway, and their message says more than this error

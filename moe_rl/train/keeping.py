@@ -154,6 +154,7 @@ class Keeping:
         tensors, best = train_step.placement.tensors(), self.progress.best_step
         self.checkpoints.save(step, train_step.policy, state, tensors=tensors, best=best)
         if whole:
+            self.peers.part("finish")  # takes as long as the disk, and more than a save in the background
             self.checkpoints.finish()
 
     def export(self, step: int, policy: Policy, *, last: bool) -> None:

@@ -99,12 +99,15 @@ def train(
         )
         trainer = Trainer(config, folder, task, peers, stack)
         if resumed:
+            peers.part("restore")
             restore(trainer, done)
         if not done:
+            peers.part("check start")
             trainer.check_start()
             trainer.take_start()
         other = not config.starts_from_model or config.rollout.weights != "exact"
         if done or other or config.rollout.servers:
+            peers.part("sync")
             trainer.sync(version=done)  # a new engine holds the base model's weights, and a server may hold any weights
         early = trainer.evaluate(done, last=done == config.run.steps)
         last = done == config.run.steps or early != ""

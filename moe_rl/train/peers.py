@@ -169,7 +169,7 @@ class Peers:
         self._several_nodes = len(near) < ranks
         self.timeout, self.grace = timeout_seconds, grace_seconds
         self.ranks, self.save_seconds = ranks, 0.0
-        self._phase, self._part, self._step, self._due = "start", "", 0, 0.0
+        (self._phase, self._part), self._step, self._due = hangs.START, 0, 0.0
         self._asked: float | None = None
         self._left = False
         self._parent = os.getppid()
@@ -330,7 +330,7 @@ class Peers:
         if lost is not None:
             self._end(lost)
         now = time.monotonic()
-        if number != signal.SIGTERM or self._phase == "start":
+        if number != signal.SIGTERM or self._phase == hangs.START[0]:
             code = STOPPED if number == signal.SIGTERM else EXIT_CODE
             self._end(f"{self._here} was ended by {number.name}; {self._standing}", code)
         if self._asked is None:
@@ -365,7 +365,7 @@ class Peers:
         if all is well."""
         if os.getppid() != self._parent:
             return f"torchrun (pid {self._parent}), which started rank {self.rank}, died"
-        if self._wire.asked and not self.asked and self._phase != "start":
+        if self._wire.asked and not self.asked and self._phase != hangs.START[0]:
             os.kill(os.getpid(), signal.SIGTERM)  # the main thread and the watching thread both receive it
         answer, states = self._wire.heard
         dead = {rank for rank, state in states.items() if _died(state)}

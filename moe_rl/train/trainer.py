@@ -139,6 +139,7 @@ class Trainer:
         if dist.get_rank() == 0:
             assert task is not None
             self.main = open_rank_zero(config, folder, self.facts, task, self._start_rollouts, stack)
+        peers.part("model")
         build = (self.facts, config.train, config.parallel, config.model.path)
         updates = config.run.steps * config.train.updates_per_step
         self.policy = Policy(*build, temperature=config.rollout.temperature, run_updates=updates)
@@ -338,12 +339,15 @@ class Trainer:
         if self.replay_ends is not None:  # there is no sampler to evaluate with
             ended = not last and step >= self.replay_ends
             return f"{self.config.run.replays} has trained no further step" if ended else ""
+        due = last or step % self.config.eval.every_steps == 0
+        due = due and step not in self.keeping.progress.evaluations
+        metrics: Mapping[str, float | None] | None = None
         with self.peers.phase("evaluate", step):
             if self.main is not None:
                 self.main.trackers.look()
-            due = last or step % self.config.eval.every_steps == 0
-            if due and step not in self.keeping.progress.evaluations:
-                metrics = None if self.main is None else self._evaluated(self.main, step)
+                metrics = self._evaluated(self.main, step) if due else None
+        with self.peers.phase("agree", step):  # lasts until `reason_to_stop`: no rank waits for a sampler any more
+            if due:
                 metrics = world.broadcast(metrics, dict[str, float | None] | None)
                 if metrics is not None:
                     self.keeping.progress.add(step, metrics)
@@ -392,6 +396,7 @@ class Trainer:
             # The request may have left the pool in the middle of a call. A resumed run deletes the rollouts.
             self.save(done, whole=True, retain=False)
         with self.peers.phase("checkpoint", done):
+            self.peers.part("finish")
             self.keeping.checkpoints.finish()
             self.keeping.exports.finish()
         self.peers.stopped()
@@ -407,11 +412,14 @@ class Trainer:
 
         early: why the run ends before its last step, or "".
         """
-        with self.peers.phase("report", done):
+        with self.peers.phase("export", done):
+            self.peers.part("finish")
             self.keeping.exports.finish()
-            if self.main is not None:
+        if self.main is not None:
+            with self.peers.phase("report", done):
                 progress = self.keeping.progress
                 self.main.end_run(self.config, self.folder, progress, done=done, collapse=collapse, early=early)
+        with self.peers.phase("end", done):
             dist.barrier()  # if a rank ended with an error now, torchrun would kill rank 0 while it writes
 
 

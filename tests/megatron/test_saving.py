@@ -16,6 +16,7 @@ from moe_rl import messages
 from moe_rl.megatron import checkpoint
 from moe_rl.megatron.behind import Writer
 from moe_rl.megatron.saving import _HandedIn, _Pinned, _RankPart, _storages
+from moe_rl.whereabouts import HERE
 from tests.support import pretend_cuda
 
 
@@ -99,3 +100,12 @@ def test_a_write_that_the_system_refuses_is_told_in_its_words(tmp_path):
     assert "OSError: [Errno 27] File too large" in writer.failure
     assert writer.failure.startswith("a limit to the size of files is reached") and "bytes free" in writer.failure
     assert writer.written.is_set() and writer.done.is_set() and not list(tmp_path.glob("*.part"))
+
+
+def test_a_piece_that_is_read_is_a_move(tmp_path):
+    """A large checkpoint may take hours. A rank that reads on must not count as one that hangs."""
+    path, moves = tmp_path / "__0_0.distcp", HERE.moves
+    path.write_bytes(b"abc")
+    with path.open("rb") as file:
+        piece = checkpoint._piece({path.name: {"1-3": checkpoint.digest(path, 1, 3)}}, file, 1, 2)
+    assert piece.read() == b"bc" and HERE.moves == moves + 1

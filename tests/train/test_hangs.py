@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_rl.train.hangs import Stillness, late
+from moe_rl.train.hangs import START, Stillness, late, report
 
 TRAIN = ("train", "update")
 
@@ -40,6 +40,23 @@ def test_waiting_for_samplers_is_no_hang_and_no_measure():
     assert spent(stillness, 1000, ("rollout", "sample")) is None
     moved(stillness, 2)
     assert spent(stillness, 1000, marks="second") == pytest.approx(10, abs=1)
+
+
+def test_of_a_start_only_the_wait_for_the_sampler_is_no_hang():
+    """Reading goes on piece by piece: however large a checkpoint is, each piece has the whole time."""
+    stillness = Stillness(10.0)
+    assert spent(stillness, 1000, START) is None
+    assert spent(stillness, 100, ("start", "restore"), "planned") == pytest.approx(60, abs=1)
+    stillness = Stillness(10.0)
+    assert all(stillness.look(("start", "restore"), piece, 8.0) is None for piece in range(100))
+
+
+def test_a_record_that_cannot_be_read_leaves_the_stacks(tmp_path):
+    def broken():
+        raise ValueError("planted")
+
+    assert report(tmp_path, 3, broken) == {}
+    assert "test_hangs.py" in (tmp_path / "hang/rank00003.stacks").read_text()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from moe_rl.clock import Clock
 from moe_rl.commands.train import _told
 from moe_rl.config.load import load_config
 from moe_rl.errors import CheckpointError, CollapseError, EngineError, SamplerGone, Stopped
-from moe_rl.train import loop, trainer
+from moe_rl.train import hangs, loop, trainer
 from moe_rl.train.loop import _saying_how_to_go_on
 from moe_rl.train.peers import StopRequested
 from moe_rl.train.rank_zero import RankZero
@@ -96,7 +96,9 @@ def test_a_stop_saves_a_checkpoint_without_a_call_to_the_pool():
         rollouts=SimpleNamespace(ledger=SimpleNamespace(digest=lambda step: "digest"), retain=retain)
     )
     run.config = SimpleNamespace(replay=SimpleNamespace(keep_shards=1), pipeline=SimpleNamespace(ahead=1))
-    run.peers = SimpleNamespace(phase=lambda *_: nullcontext(), stopped=lambda: saved.append("stopped"))
+    run.peers = SimpleNamespace(
+        phase=lambda *_: nullcontext(), part=lambda name: None, stopped=lambda: saved.append("stopped")
+    )
     run.keeping = SimpleNamespace(
         part=lambda *_: nullcontext(), checkpoints=checkpoints, exports=nothing,
         save=lambda step, *_, whole: saved.append((step, whole)),
@@ -113,7 +115,7 @@ class Resumed:
     """Stands in for the trainer of a run that is resumed after its last step, and for what the loop opens before."""
 
     def __init__(self, monkeypatch, folder, *, asked):
-        self.asked, self.did = asked, []
+        self.asked, self.did, self.part = asked, [], ""
         self.config = load_config("configs/tiny_moe_cpu.yaml", ["run.steps=3"])
         self.keeping = SimpleNamespace(export=lambda *_, last: self.did.append(f"export, last {last}"))
         self.policy = None
@@ -125,15 +127,18 @@ class Resumed:
             "dist": SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1),
             "open_folder": lambda *_: (SimpleNamespace(path=folder, config=None), 3),
             "load_config": lambda path: self.config,
-            "Peers": lambda *_, **__: nullcontext(),
+            "Peers": lambda *_, **__: nullcontext(SimpleNamespace(part=self.enter)),
             "Trainer": lambda *_: self,
-            "restore": lambda *_: None,
+            "restore": lambda *_: self.did.append(f"restore in {self.part}"),
         }
         for name, value in given.items():
             monkeypatch.setattr(loop, name, value)
 
+    def enter(self, part):
+        self.part = part
+
     def sync(self, version):
-        pass
+        self.did.append(f"sync in {self.part}")
 
     def evaluate(self, step, *, last):
         self.did.append("evaluate")
@@ -151,11 +156,57 @@ class Resumed:
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_run_that_is_asked_to_stop_during_its_last_evaluation_is_not_finished(monkeypatch, tmp_path, asked):
-    """Here the evaluation is repeated after the last step: the process that trained it was asked to stop, too."""
+    """Here the evaluation is repeated after the last step: the process that trained it was asked to stop, too.
+
+    Restore and sync are parts of the start of their own: in the start itself no hang is noticed.
+    """
     run = Resumed(monkeypatch, tmp_path, asked=asked)
     with pytest.raises(Stopped) if asked else nullcontext():
         loop.train(run.config, RunFolder(tmp_path), None, [])
-    assert run.did == ["evaluate", "export, last True", *([] if asked else ["report"])]
+    began = ["restore in restore", "sync in sync"]
+    assert run.did == [*began, "evaluate", "export, last True", *([] if asked else ["report"])]
+
+
+class Places:
+    """Stands in for the peers: remembers the phase and its part."""
+
+    now = hangs.START
+
+    def phase(self, name, step):
+        self.now = name, ""
+        return nullcontext()
+
+    def part(self, name):
+        self.now = self.now[0], name
+
+
+def test_ranks_that_wait_for_each_other_are_in_no_phase_that_waits_for_a_sampler(monkeypatch):
+    """There a hang would go unnoticed. A phase lasts until the next one begins."""
+    peers, met = Places(), {}
+
+    def meet(name, result):
+        met[name] = peers.now
+        return result
+
+    monkeypatch.setattr(trainer.world, "broadcast", lambda metrics, kind: meet("evaluate", metrics))
+    monkeypatch.setattr(trainer.world, "all_reduce", lambda values, op: meet("stop", values))
+    monkeypatch.setattr(trainer.dist, "barrier", lambda: meet("end", None))
+    progress = SimpleNamespace(evaluations={}, add=lambda *_: None, why_end=lambda: "")
+    main = SimpleNamespace(trackers=SimpleNamespace(look=lambda: None), end_run=lambda *_, **__: meet("report", None))
+    exports = SimpleNamespace(finish=lambda: meet("export", None))
+    run = SimpleNamespace(
+        config=SimpleNamespace(eval=SimpleNamespace(every_steps=2), run=SimpleNamespace(max_hours=None)),
+        keeping=SimpleNamespace(progress=progress, exports=exports), main=main, peers=peers, replay_ends=None,
+        _evaluated=lambda *_: meet("sampling", {}), longest_step=0.0, step_ended=0.0, began=0.0, folder=None,
+    )  # fmt: skip
+    peers.asked = False
+    assert trainer.Trainer.evaluate(run, 2, last=False) == trainer.Trainer.reason_to_stop(run, last=False) == ""
+    assert trainer.Trainer.evaluate(run, 3, last=False) == "", "none is due"
+    assert not hangs._waits(peers.now)
+    trainer.Trainer.report(run, 3, None, "")
+    waits = {name: hangs._waits(place) for name, place in met.items()}
+    alone = dict.fromkeys(("sampling", "report"), True)
+    assert waits == alone | dict.fromkeys(("evaluate", "stop", "export", "end"), False)
 
 
 @pytest.mark.parametrize(("peak", "adapters"), [(None, False), (1e9, False), (1e9, True)])
