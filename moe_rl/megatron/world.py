@@ -84,13 +84,16 @@ def ranks_of_this_node() -> range:
 
 
 def begun_collectives() -> tuple[dict[str, int], bytes]:
-    """Return how many collectives of each process group this rank has begun, and torch's record of the last ones, JSON.
+    """Return how many collectives of each process group this rank has begun, and torch's records of the last ones: a
+    JSON object with "gloo" and, where torch has it, "nccl".
 
     May be called by a thread while a collective runs.
     """
     groups = distributed_c10d._world.pg_map
     begun = {distributed_c10d._world.pg_names[group]: group._get_sequence_number_for_group() for group in groups}
-    return begun, torch._C._distributed_c10d._dump_fr_trace_json()
+    recorders, dumps = torch._C._distributed_c10d, {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+    records = {name: getattr(recorders, dump)() for name, dump in dumps.items() if hasattr(recorders, dump)}
+    return begun, b"{%s}" % b", ".join(b'"%s": %s' % (name.encode(), record) for name, record in records.items())
 
 
 def clear() -> None:

@@ -1,5 +1,6 @@
 """Tests the process groups of a rank."""
 
+import json
 from datetime import timedelta
 from unittest import mock
 
@@ -29,3 +30,14 @@ def test_ranks_with_gpus_connect_once_and_not_in_pairs(gpu, given, monkeypatch):
     with cuda, mock.patch("torch.distributed.init_process_group") as init:
         world.join(timeout_seconds=9)
     assert init.call_args.kwargs == {"timeout": timedelta(seconds=9)} | given
+
+
+def test_the_record_of_a_hang_has_the_collectives_of_gloo_and_of_nccl(monkeypatch):
+    """Each has a recorder of its own. A torch for the CPU alone lacks that of NCCL."""
+    assert "gloo" in json.loads(world.begun_collectives()[1]), "what torch itself writes"
+    recorders = torch._C._distributed_c10d
+    monkeypatch.setattr(recorders, "_dump_fr_trace_json", lambda: b'{"entries": [1]}')
+    monkeypatch.setattr(recorders, "_dump_nccl_trace_json", lambda: b'{"entries": [2]}', raising=False)
+    assert json.loads(world.begun_collectives()[1]) == {"gloo": {"entries": [1]}, "nccl": {"entries": [2]}}
+    monkeypatch.delattr(recorders, "_dump_nccl_trace_json")
+    assert json.loads(world.begun_collectives()[1]) == {"gloo": {"entries": [1]}}
