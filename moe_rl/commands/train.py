@@ -44,12 +44,13 @@ from moe_rl.train.peers import STOPPED
 from moe_rl.train.replayed_run import replay_problems
 from moe_rl.train.run_folder import RunFolder
 
-SAMPLER_GONE, COLLAPSED = 3, 4
+LOST, COLLAPSED = 3, 4
 _EPILOG = """
 Exit status of a rank: 0 done; 1 an unexpected error; 2 an error with an explanation; 3 another rank, torchrun or the
-sampler is gone; 4 the run has collapsed (see guards.*) and was ended with a checkpoint and a report; 5 it was asked to
-stop (SIGTERM) or run.max_hours was used, and it ended after a step: continue it with --resume. --ranks exits with the
-status of the rank that ended first. torchrun reports it as exitcode, and itself exits with 1.
+sampler is gone, or a GPU or the network between ranks failed; 4 the run has collapsed (see guards.*) and was ended with
+a checkpoint and a report; 5 it was asked to stop (SIGTERM) or run.max_hours was used, and it ended after a step:
+continue it with --resume. --ranks exits with the status of the rank that ended first. torchrun reports it as exitcode,
+and itself exits with 1.
 """
 
 # A rank that torchrun has not ended after this time prints its own error.
@@ -160,6 +161,9 @@ def run(options: argparse.Namespace) -> int:
         tell(f"moe_rl:{who} {error}", 2, aloud=first or under_torchrun)
         return 2
     # torch and megatron are imported only here, so that a plan or a mistake in the config does not wait for them.
+    from torch import AcceleratorError
+    from torch.distributed import DistBackendError
+
     from moe_rl.train.loop import train
 
     status = 0
@@ -172,10 +176,10 @@ def run(options: argparse.Namespace) -> int:
         tell(f"moe_rl: {_told(error)}", status, aloud=rank == 0)
     except MoeRLError as error:
         status = COLLAPSED if isinstance(error, CollapseError) else 2
-        status = SAMPLER_GONE if isinstance(error, SamplerGone) else status
+        status = LOST if isinstance(error, SamplerGone) else status
         tell(f"moe_rl: rank {rank}: {type(error).__name__}: {_told(error)}", status)
-    except Exception as error:  # an unexpected error: print where it happened
-        status = 1
+    except Exception as error:  # an unexpected error, or of CUDA or NCCL: print where it happened
+        status = LOST if isinstance(error, AcceleratorError | DistBackendError) else 1
         tell("".join(traceback.format_exception(error)).rstrip(), status)
     _leave(status)
 

@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import json
+import operator
 import shutil
 import sys
 from pathlib import Path
@@ -307,6 +308,28 @@ def test_an_unpatched_vllm_is_refused(monkeypatch, capsys):
     train.add_arguments(parser)
     assert train.run(parser.parse_args(["--config", CONFIG])) == 2
     assert "vLLM is not patched" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "status"), [("AcceleratorError", 3), ("distributed.DistBackendError", 3), ("OutOfMemoryError", 1)]
+)
+def test_a_fault_of_cuda_or_nccl_is_a_loss_which_a_scheduler_begins_again(monkeypatch, capsys, name, status):
+    import torch.distributed
+
+    def breaks(*_):
+        raise operator.attrgetter(name)(torch)("planted")
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "moe_rl.train.loop", SimpleNamespace(train=breaks))
+    monkeypatch.setattr(train, "every_problem", lambda *_, **__: ([], None))
+    monkeypatch.setattr(train, "inputs_and_changes", lambda *_: ([], []))
+    monkeypatch.setattr(train, "_leave", sys.exit)
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    with pytest.raises(SystemExit) as left:
+        train.run(parser.parse_args(["--config", CONFIG]))
+    assert left.value.code == status and "planted" in capsys.readouterr().err
 
 
 def test_the_verb_plan_is_a_run_with_plan(capsys, monkeypatch):

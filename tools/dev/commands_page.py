@@ -43,7 +43,7 @@ last message says how to continue.
 | 0 | done |
 | 1 | an error that nobody expected, with a traceback |
 | 2 | an error with an explanation |
-| 3 | another rank, torchrun or the sampler is gone |
+| 3 | another rank, torchrun or the sampler is gone, or a GPU or the network between ranks failed |
 | 4 | the run collapsed (`guards.*`) and ended with a checkpoint and the report |
 | 5 | the run was asked to stop and did, or its `run.max_hours` were used |
 
