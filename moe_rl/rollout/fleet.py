@@ -87,6 +87,7 @@ class ServerFleet:
         workers: Sequence[int],
         max_lost: int,
         load_seconds: float,
+        folder: str = "",
     ):
         """Wrap attached servers.
 
@@ -97,6 +98,7 @@ class ServerFleet:
             workers: for each server, the number of processes that hold its weights.
             max_lost: how many servers may be lost.
             load_seconds: time limit for loading one part of an update.
+            folder: the run's trace store, below the root. A server that returns must see it.
         """
         self.vllm_version = vllm_version
         self.lost: dict[str, str] = {}
@@ -105,7 +107,7 @@ class ServerFleet:
         self._all = dict(self.servers)
         self._returning: set[int] = set()  # get the next update, and are lost until then
         self._from_nothing = frozenset[int]()  # the servers that the update under way has taken back
-        self._root = root.resolve()
+        self._root, self._folder = root.resolve(), folder
         self._max_lost = max_lost
         self._load_seconds = load_seconds
         # None before the first update, and after one that some server has not confirmed.
@@ -125,7 +127,8 @@ class ServerFleet:
                 current weights, which must be the same on all.
 
         Raises:
-            EngineError: a server cannot be reached or does not see the trace folder.
+            SamplerGone: a server cannot be reached.
+            EngineError: a server does not see the trace folder.
             WeightSyncError: servers that are not adopted hold different or incomplete weights.
         """
         root = trace.parent.parent
@@ -133,11 +136,24 @@ class ServerFleet:
         servers = servers_of(config, folder)
 
         async def take(server: VllmServer) -> Served:
-            if problem := await folder_problem(server, root, folder):
+            try:
+                await server.served()  # to the check below, a server that is gone sees another folder
+                problem = await folder_problem(server, root, folder)
+                if adopt and not problem:
+                    await server.adopt()
+                answer = await server.served()
+            except RequestRefused:
+                raise
+            except EngineError as error:
+                raise SamplerGone(
+                    "A server was lost before the run began",
+                    where={"key": "rollout.servers", "url": server.url},
+                    got=error,
+                    do="read its log, start it again, and begin or resume the run again",
+                ) from error
+            if problem:
                 raise EngineError(problem)
-            if adopt:
-                await server.adopt()
-            return await server.served()
+            return answer
 
         served = asyncio.run(all_of(map(take, servers)))
         rollout = config.rollout
@@ -148,6 +164,7 @@ class ServerFleet:
             workers=[answer.gpus for answer in served],
             max_lost=rollout.max_lost_servers,
             load_seconds=rollout.startup_timeout_seconds,
+            folder=folder,
         )
         if not adopt:
             torn = [server.url for server, answer in zip(servers, served, strict=True) if not answer.weights_whole]
@@ -309,7 +326,7 @@ class ServerFleet:
             raise EngineError("A server was started again", where={"server": number, "url": self.server(number).url})
 
     async def _ask(self, number: int) -> None:
-        """Let a lost server return if it answers and serves the same as the others."""
+        """Let a lost server return if it answers, serves the same as the others, and sees the run's folder."""
         server = self._all[number]
         self._returning.discard(number)
         with suppress(EngineError, TimeoutError):
@@ -317,6 +334,9 @@ class ServerFleet:
                 mine, *others = [await peer.served() for peer in (server, *self.servers.values())]
                 if _same(mine) not in map(_same, others):
                     print(f"moe_rl: server {number} came back as another server", file=sys.stderr, flush=True)
+                    return
+                if problem := await folder_problem(server, self._root, self._folder):
+                    print(f"moe_rl: server {number} is not used again: {problem}", file=sys.stderr, flush=True)
                     return
                 await server.adopt()
             self._workers[number] = mine.gpus

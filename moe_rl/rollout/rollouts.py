@@ -45,7 +45,8 @@ def start_sampler(config: Config, facts: ModelFacts, run_dir: Path) -> Sampler:
     """Start the vLLM engines, or connect to the configured servers. Call it from the main thread.
 
     Raises:
-        EngineError: An engine does not start, or a server does not answer.
+        EngineError: An engine does not start, or a server does not see the run's folder.
+        SamplerGone: A server does not answer.
     """
     if config.rollout.servers:
         return ServerFleet.attach(config, run_dir / "trace")

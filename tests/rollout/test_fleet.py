@@ -10,6 +10,7 @@ import json
 import socket
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from unittest.mock import patch
 
 import httpx
@@ -76,6 +77,13 @@ class Server:
     refuses: bool = False
     adopted: bool = False
     published: list[str] = field(default_factory=list)
+    root: Path = Path()
+    blind: bool = False  # its trace root is another folder
+
+    async def challenge(self, folder, name):
+        text = (self.root / folder / name).read_text()
+        (self.root / folder / f"{name}.answer").write_text(text)
+        return "another" if self.blind else text
 
     async def publish(self, shard, *, keep_open):
         self._may_fail("publish")
@@ -161,9 +169,10 @@ def replace_served(served: Served, *, updates: int, version: int, digest: str, s
 @pytest.fixture
 def fleet(tmp_path):
     def make(count=2, *, max_lost=0, updated=True, **settings):
-        servers = [Server(f"http://host:{n}", **settings) for n in range(count)]
+        servers = [Server(f"http://host:{n}", root=tmp_path, **settings) for n in range(count)]
         workers = [1, 2, 1][:count]
-        made = Blocking(ServerFleet(servers, tmp_path, "0.32.0", workers=workers, max_lost=max_lost, load_seconds=9))
+        given = {"workers": workers, "max_lost": max_lost, "load_seconds": 9, "folder": "run/trace"}
+        made = Blocking(ServerFleet(servers, tmp_path, "0.32.0", **given))
         if updated:
             made.update_weights(update(tmp_path, 1))
         return made, servers
@@ -779,6 +788,31 @@ def test_a_server_that_comes_back_with_another_model_stays_lost(fleet, capsys):
     servers[0].served_ = msgspec.structs.replace(SERVED, start="second", model_fingerprint="other")
     assert wake(made) == (2, 2) and not servers[0].adopted
     assert "server 0 came back as another server" in capsys.readouterr().err
+
+
+def test_a_server_that_comes_back_with_another_trace_root_stays_lost(fleet, tmp_path, capsys):
+    """Its records would be missing in the run's folder."""
+    made, servers = fleet(2, max_lost=1)
+    servers[0].fails.append("before")
+    made.generate(REQUESTS, shard="step1")
+    servers[0].served_, servers[0].blind = msgspec.structs.replace(SERVED, start="second"), True
+    assert wake(made) == (2, 2) and not servers[0].adopted and list(made.sampler.lost) == ["http://host:0"]
+    told = capsys.readouterr().err
+    assert "server 0 is not used again" in told and str(tmp_path / "run/trace") in told
+    servers[0].blind = False
+    assert wake(made) == (2, 3) and servers[0].adopted and not list((tmp_path / "run/trace").iterdir())
+
+
+@pytest.mark.parametrize("adopt", [True, False])
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_server_that_is_gone_when_the_run_takes_it_is_a_loss_and_another_folder_a_mistake(tmp_path, adopt, lost):
+    """The scheduler runs a job again after a loss."""
+    config, server = load_config("configs/tiny_moe_cpu.yaml"), Server("http://host:0", root=tmp_path)
+    server.fails, server.blind = ["served"] if lost else [], not lost
+    kind = SamplerGone if lost else EngineError
+    with patch("moe_rl.rollout.fleet.servers_of", return_value=[server]), refused(kind, url=server.url) as caught:
+        ServerFleet.attach(config, tmp_path / "run/trace", adopt=adopt)
+    assert isinstance(caught.value, SamplerGone) == lost and not server.adopted
 
 
 def test_a_server_that_two_calls_lose_is_lost_once(fleet):
