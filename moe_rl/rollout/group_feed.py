@@ -257,11 +257,12 @@ class GroupFeed:
 
     async def _sample(self, group: Group, prompt: Prompt) -> None:
         """Sample the unfinished completions of a group, in as many calls as needed."""
-        assert group.place is not None
         while lacking := unfinished(group.pieces):
             await self._open.wait()
             if self._stopping or group.dropped is not None:
                 return
+            if group.place is None:
+                raise ServerLost("a server was lost between two calls of a group")
             group.leave = asyncio.Event()
             requests = [self._request(group, prompt, index) for index in lacking]
             self._calls += 1
@@ -335,7 +336,7 @@ class GroupFeed:
 
     def _lose(self, group: Group) -> None:
         """Put a group back to wait for another server."""
-        if group.place is not None:
+        if group.place is not None and group.place not in self.sampler.places:  # else it has returned meanwhile
             self.groups.lose(group.place)
         if not self._stopping and group.dropped is None:
             left, kept = len(unfinished(group.pieces)), sampled_tokens(group.pieces) > 0

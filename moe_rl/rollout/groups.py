@@ -86,7 +86,7 @@ class Group:
     Attributes:
         oldest: the version of the weights with which its first request began.
         requests: its unfinished requests.
-        place: the number of the server that samples it; None in all other states.
+        place: the number of the server that samples it; None in all other states, and when that server is lost.
         arrival: its position in the order in which groups became ready.
         pieces: for each completion its pieces, in order.
         trajectories: the episodes played, if any. The sequences of each are its pieces.
@@ -248,9 +248,13 @@ class Groups:
             self._ready(group)
 
     def lose(self, place: int) -> None:
-        """Begin no more groups on a server. The caller must put back those that it samples."""
+        """Begin no more groups on a server. The caller must put back those that it samples: they no longer have a
+        place, because a server that returns has all its slots."""
         self._slots.pop(place, None)
         self._running.pop(place, None)
+        for group in self._groups.values():
+            if group.place == place:
+                group.place = None
 
     def update(self, version: int, places: dict[int, int]) -> None:
         """Note that the servers now have these weights, and that the lost ones among `places` have returned."""

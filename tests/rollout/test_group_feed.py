@@ -424,6 +424,46 @@ def test_a_server_that_came_back_samples_again_from_the_next_update_on(tmp_path)
     assert run(main()) > 0
 
 
+def test_a_call_from_before_a_server_was_lost_does_not_lose_it_again(tmp_path):
+    """A call that is silent learns of the loss when its time is up. By then the server may sample again."""
+
+    async def main():
+        rig = Rig(tmp_path, slowest=TOKENS)
+        sample, ends, held = rig.servers.sample, asyncio.Event(), []
+
+        async def late(place, requests, **options):
+            silent = place == 0 and not held
+            if silent:
+                held.append(requests)
+            try:
+                return await sample(place, requests, **options)
+            except ServerLost:
+                if silent:
+                    await ends.wait()
+                raise
+
+        rig.servers.sample = late
+        await rig.feed.begin()
+        training = asyncio.create_task(rig.train())
+        await asyncio.sleep(4.5)
+        rig.servers.fail(0)
+        await asyncio.sleep(1)
+        rig.servers.come_back(0)
+        version = rig.servers.version
+        while rig.servers.version == version:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)
+        silent = rig.feed.groups.all("sampling")
+        ends.set()
+        await asyncio.sleep(0.1)
+        assert 0 in rig.feed.groups._slots, "the server is lost again"
+        assert any(group.cursor == 0 for group in silent), "the silent call had ended before"
+        await training
+        return rig
+
+    check_of_all_runs(run(main()), 2)
+
+
 def test_a_stopped_pool_goes_on_where_it_was(tmp_path):
     async def first():
         rig = Rig(tmp_path)

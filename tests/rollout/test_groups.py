@@ -132,10 +132,10 @@ class Pool:
     def lose(self) -> None:
         place = self.random.choice(list(self.places))
         del self.places[place]
+        held = [group for group in self.groups.all("sampling") if group.place == place]
         self.groups.lose(place)
-        for group in self.groups.all("sampling"):
-            if group.place == place:
-                self.put_back(group)
+        for group in held:
+            self.put_back(group)
 
     def put_back(self, group: Group) -> None:
         """A group stops before its end: its server is lost, or a deadline has passed."""
@@ -244,3 +244,17 @@ def test_no_schedule_breaks_a_rule(first):
         except BaseException as error:
             error.add_note(f"schedule {seed}")
             raise
+
+
+def test_groups_of_a_lost_server_take_no_slots_from_it_when_it_has_returned():
+    """One may learn of the loss only then: its call was silent until its time was up."""
+    limits = {"batch": 2, "size": 3, "staleness": 3, "spare": 0, "patient": True, "last": 9, "step": 1, "version": 0}
+    groups = Groups({0: 3, 1: 3}, **limits, ended=Ended())
+    first, second = groups.start()
+    assert (first.place, second.place) == (0, 1)
+    groups.lose(0)
+    groups.update(1, {0: 3, 1: 3})
+    (third,) = groups.start()
+    assert third.place == 0
+    groups.put_back(first.cursor, requests=3, kept=False)
+    assert groups.start() == [], "a fourth group has a slot, although each server has three requests"
