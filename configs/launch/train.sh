@@ -37,8 +37,14 @@ if [[ -n $asked ]]; then
     status=0
     wait "$ranks" || status=$?
 fi
+told=
 if ((status != 0)); then
-    told=$(find "$logs" -name error.json -exec cat {} + | grep -o '"errorCode": *[0-9]*' | grep -o '[0-9]*$' | head -n 1 || true)
-    status=${told:-$status}
+    for ((tries = 0; tries < 20; tries++)); do
+        told=$(find "$logs" -name error.json -exec cat {} + | grep -o '"errorCode": *[0-9]*' | grep -o '[0-9]*$' | head -n 1 || true)
+        # torchrun itself was killed: its ranks are about to notice, and end.
+        [[ -z $told ]] && ((status == 137)) || break
+        sleep 1
+    done
+    ((status != 137)) || status=3
 fi
-exit "$status"
+exit "${told:-$status}"

@@ -121,7 +121,8 @@ def check_agreement(train, servers) -> None:
 
 def test_train_sh_begins_a_run_and_goes_on_with_it(shell, tmp_path):
     runs = tmp_path / "runs"
-    given = ["rollout.servers=[http://a:1]", "parallel.expert=4", "rollout.token_file=t", "train.packing=load"]
+    given = ["rollout.servers=[http://a:1]", "cluster.engines=1", "parallel.expert=4", "rollout.token_file=t"]
+    given += ["train.packing=load"]
     variables = {"NODES": "2", "GPUS": "8", "MASTER": "first", "ADDRESS": "10.0.0.1"}
     command = ["bash", "configs/launch/train.sh", "configs/qwen3_30b_a3b.yaml", str(runs), *given]
     (arguments,) = shell(*command, **variables)["torchrun"]
@@ -139,7 +140,26 @@ def test_train_sh_begins_a_run_and_goes_on_with_it(shell, tmp_path):
     (arguments,) = shell(*command, **variables)["torchrun"]
     ours = trainer(arguments)[1]
     assert ours.resume == runs / "name-2" and ours.config is None
-    assert ours.overrides == given[:3], "a resumed run takes no other override"
+    assert ours.overrides == given[:4], "a resumed run takes no other override"
+
+
+@pytest.mark.parametrize("told", [2, None])
+def test_ranks_of_a_torchrun_that_was_killed_tell_a_moment_later_why_they_end(shell, tmp_path, told):
+    """If they say nothing, their node may be about to go, too: it is a loss."""
+    error = "" if told is None else f'echo \'{{"message": {{"errorCode": {told}}}}}\' >"$2/error.json"'
+    (tmp_path / "bin/torchrun").write_text(f"""#!/usr/bin/env bash
+echo '["torchrun"]' >>"$CALLS"
+while [[ $1 != --log-dir ]]; do shift; done
+(sleep 1; {error or ":"}) >/dev/null 2>&1 &
+kill -KILL $$
+""")
+    path = tmp_path / "repository/configs/launch/train.sh"
+    text = path.read_text()
+    assert text.count("    sleep 1\n") == 1
+    path.write_text(text if told else text.replace("    sleep 1\n", "    sleep 0\n"))
+    variables = {"NODES": "2", "GPUS": "8", "MASTER": "first", "ADDRESS": "10.0.0.1"}
+    command = ["bash", "configs/launch/train.sh", "configs/qwen3_30b_a3b.yaml", str(tmp_path / "runs")]
+    shell(*command, ends=told or 3, **variables)
 
 
 def test_the_slurm_job_starts_servers_and_trainers_that_fit(shell):
@@ -235,20 +255,41 @@ def test_a_slurm_job_that_is_told_to_end_is_requeued(shell, tmp_path):
     assert (path.parent / "status").read_text() == "3\n"
 
 
-@pytest.mark.parametrize("status", [2, 3, 4])
-def test_a_slurm_job_is_requeued_after_a_loss_and_not_after_a_mistake(shell, tmp_path, status):
-    """torchrun exits with 1 whatever its ranks said."""
+@pytest.fixture
+def slurm_job(shell, tmp_path):
+    """slurm_job(status) runs a job, number 7, in which a rank ends with this status. Returns whether it is requeued."""
     says = """#!/usr/bin/env bash
 while [[ $1 != --log-dir ]]; do shift; done
 mkdir -p "$2/7/attempt_0/0" && echo '{"message": {"message": "x", "errorCode": STATUS}}' >"$2/7/attempt_0/0/error.json"
 exit 1
 """
-    (tmp_path / "bin/torchrun").write_text(says.replace("STATUS", str(status)))
-    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-5]", "SLURM_NNODES": "6"}
-    calls = shell("bash", "configs/launch/slurm.sbatch", ends=status, **variables)
-    assert (["requeue", "7"] in calls["scontrol"]) == (status == 3)
-    calls = shell("bash", "configs/launch/slurm.sbatch", ends=status, SLURM_RESTART_COUNT="20", **variables)
-    assert ["requeue", "7"] not in calls["scontrol"]
+
+    def job(status: int) -> bool:
+        (tmp_path / "bin/torchrun").write_text(says.replace("STATUS", str(status)))
+        # Requeues that the time limit or another job caused count too.
+        variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-5]", "SLURM_NNODES": "6"}
+        calls = shell("bash", "configs/launch/slurm.sbatch", ends=status, SLURM_RESTART_COUNT="99", **variables)
+        return ["requeue", "7"] in calls["scontrol"]
+
+    return job
+
+
+@pytest.mark.parametrize("status", [2, 3, 4])
+def test_a_slurm_job_is_requeued_after_a_loss_and_not_after_a_mistake(slurm_job, status):
+    """torchrun exits with 1 whatever its ranks said."""
+    assert slurm_job(status) == (status == 3)
+
+
+def test_a_slurm_job_is_requeued_after_20_losses_only_if_it_has_got_on_since(slurm_job, tmp_path):
+    runs = tmp_path / "repository/runs/7"
+    runs.mkdir(parents=True)
+    (runs / "losses").write_text("\n" + 20 * "a day\n")  # the run had no checkpoint
+    assert not slurm_job(3)
+    saved = runs / "name-1/checkpoints/step-000004"
+    saved.mkdir(parents=True)
+    assert slurm_job(3)
+    checkpoint, *losses = (runs / "losses").read_text().splitlines()
+    assert (checkpoint, len(losses)) == (str(saved), 1)
 
 
 def test_a_slurm_job_starts_a_server_again_that_ran_for_a_while(tmp_path):
@@ -318,6 +359,7 @@ def test_the_pods_commands_fit(manifest, shell, tmp_path):
     ]
     pods = training["parallelism"]
     assert training["completions"] == pods == int(theirs["--nnodes"])
+    assert training["backoffLimit"] == 100 * pods, "each loss restarts all"
     assert pods * int(theirs["--nproc-per-node"]) == config.cluster.gpus
     grace = training["template"]["spec"]["terminationGracePeriodSeconds"]
     assert config.checkpoint.grace_seconds < int(theirs["--shutdown-timeout"]) < grace
