@@ -5,12 +5,13 @@
 Two ranks train on dialogues, every third of 500 turns, over two servers. In turn, a server is killed while it samples
 and started again, and a rank stops while it trains: its threads go on, so it still gives signs of life. The run that
 hangs must end by itself, and is resumed. At the end every prompt must have ended once, and every token must have been
-trained on with its route. Exit status: 1 if the run or a prompt is lost, or a figure misses its bound.
+trained on with its route. Exit status: 1 if the run or a prompt is lost, or a figure misses its bound; a temporary
+folder then stays.
 
 runs_lost                     launches that ended for another reason, or did not get on
 prompts_lost                  prompts that the steps lack, or have twice
 turns_recorded                turns of the longest dialogue, each checked against its record; at least 500
-files_per_step                trace shards of a step that is kept
+files_per_step                trace shards of a step that is kept; at most 4
 turns_published_per_second    of the sinks of one server alone, with an fsync of 15 ms; at least 200
 """
 
@@ -28,7 +29,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repository root, to import `tests` and `tools`
 
@@ -46,6 +47,8 @@ from tests.support.ports import free_port
 from tools.dev.runs import ROOT, Launch, RunEnded, python_path, rows
 
 TURNS, SHORT, LONGEST = 500, 40, 8192
+# Each of two servers writes a shard for all turns of a step, and another for episodes played again after a loss.
+FILES = 4
 # A step takes minutes on a machine that others use.
 _PATIENCE, _LOOK_SECONDS = 1800.0, 0.3
 
@@ -162,8 +165,10 @@ class Night:
             raise RunEnded(f"the run ended for another reason:\n{self.run.text()[-4000:]}")
 
     def result(self) -> dict[str, float]:
-        """Return the figures of the run, which has ended."""
+        """Return the figures of the run, which has ended; the counts alone if it had not even begun."""
         folder = self.run.folder
+        if folder is None:
+            return {**self.counts}
         config, store = load_config(folder / "config.yaml"), TraceStore(folder / "trace")
         trained = self.trained()
         ledger = PromptLedger.of_run(folder, config.pipeline)
@@ -254,8 +259,9 @@ def main(argv: list[str] | None = None) -> int:
     until = time.monotonic() + options.seconds
     figures: dict[str, float] = {"turns_published_per_second": turns_published_per_second()}
     _say(f"{figures}")
-    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
-        night = Night(options.work or Path(temporary) / "night", options.seed, stack)
+    work = options.work or Path(tempfile.mkdtemp(prefix="night-"))
+    with ExitStack() as stack:
+        night = Night(work, options.seed, stack)
         try:
             night.strike(until)
         except RunEnded as error:
@@ -263,7 +269,12 @@ def main(argv: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
         figures = night.result() | figures
     tell(figures, options.json)
-    return 0 if passed(figures) else 1
+    if not passed(figures):
+        _say(f"the run and its servers' logs stay in {work}")
+        return 1
+    if options.work is None:
+        rmtree(work)
+    return 0
 
 
 def passed(figures: dict[str, float]) -> bool:
@@ -272,6 +283,7 @@ def passed(figures: dict[str, float]) -> bool:
         not any(figures[name] for name in ("runs_lost", "prompts_lost", "episodes_failed"))
         and figures["all_routes_trained_on"] == 1
         and figures["turns_recorded"] >= TURNS
+        and figures["files_per_step"] <= FILES
         and figures["turns_published_per_second"] >= 200
     )
 
