@@ -185,8 +185,9 @@ class RolloutConfig(Section):
     """File of mode 600 with the secret that every request to the servers must carry. `moe-rl serve --token-file` makes
     it."""
     max_lost_servers: Whole = 0
-    """Number of servers that may die, hang or lose their weights before the run ends. The other servers sample what the
-    lost ones had not returned. A resumed run needs all servers again."""
+    """Number of servers that may be lost at a time (die, hang or lose their weights) before the run ends. The other
+    servers sample what the lost ones had not returned. A lost one that was started again is used from the next weight
+    sync on. A resume needs all servers that it names; it may name fewer than before."""
 
     def problems(self) -> Iterator[Problem]:
         yield from self._mask_problems()

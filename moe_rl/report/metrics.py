@@ -104,7 +104,8 @@ ALL = (
         "last proposals do not count. Logged only with rollout.vllm.speculative_config.",
         "Falls as the run goes on: updates do not reach the draft, which proposes what older weights would say."),
     Metric("rollout/lost_servers", "servers", "lower", MEASURED, MODES,
-        "Servers of rollout.servers that have failed since the run began. They are not used again.",
+        "Servers of rollout.servers that are lost at present. One that was started again is used from the next weight "
+        "sync on.",
         "Above 0: the other servers sample more; stderr, or pool.log, says why. Above rollout.max_lost_servers the run "
         "ends."),
     Metric("group/zero_variance", "count", "lower", EVERY_STEP, MODES,

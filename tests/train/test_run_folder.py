@@ -145,6 +145,19 @@ def test_relative_paths_of_a_resume_mean_the_same_in_every_folder(tmp_path, monk
     assert config.task.heldout[0].data == str(tmp_path / "mine.jsonl")
 
 
+def test_a_resume_may_have_other_servers_and_another_cluster(tmp_path):
+    """After a node is lost, a run goes on with the others. How its servers record may not change."""
+    servers = ["rollout.servers=[http://a:1,http://b:1]", f"rollout.token_file={tmp_path / 'token'}"]
+    folder = run_folder.create(load_config("qwen3_30b_a3b", [f"run.runs_dir={tmp_path}", *servers]))
+    fewer = ["rollout.servers=[http://c:2]", "cluster.engines=1", "cluster.gpus_per_engine=4", "cluster.gpus=16"]
+    _, config = run_folder.reopen(folder.path, [*fewer, "rollout.token_file=/other"])
+    cluster = config.cluster
+    assert (config.rollout.servers, config.rollout.token_file) == (("http://c:2",), Path("/other"))
+    assert (cluster.engines, cluster.gpus_per_engine, cluster.gpus) == (1, 4, 16)
+    with refused(ConfigError, "rollout.router_logits_fraction = 0.5", folder=folder.path):
+        run_folder.reopen(folder.path, [*fewer, "rollout.router_logits_fraction=0.5"])
+
+
 def test_what_is_left_of_a_run_that_was_killed_is_waited_for(tmp_path, rank):
     subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(0.5); os.kill({rank.pid}, 9)"])
     with held(RunFolder(tmp_path), first=True):
