@@ -15,6 +15,7 @@ import faulthandler
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -52,6 +53,8 @@ _WAITS = frozenset({"rollout", "wait for rollout", "evaluate", "report", "finish
 _TIMES_SLOWEST = 3.0
 # The first time, nothing says how long a part may take.
 _TIMES_FIRST = 6.0
+# NCCL's record may wait for a lock that the hang holds. The run must end without it then.
+_EVIDENCE_SECONDS = 5.0
 
 Place = tuple[str, str]
 """A phase and its part."""
@@ -100,9 +103,16 @@ class Stillness:
 
 def report(folder: Path, rank: int, evidence: Evidence) -> dict[str, int]:
     """Write what this rank is at, below the run folder. Returns how many collectives of each group it has begun."""
-    begun, record = dict[str, int](), b""
-    with suppress(Exception):  # a group may be broken; an error here would keep the run from ending
-        begun, record = evidence()
+    collected: list[tuple[dict[str, int], bytes]] = []
+
+    def collect() -> None:
+        with suppress(Exception):  # a group may be broken
+            collected.append(evidence())
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(_EVIDENCE_SECONDS)
+    begun, record = collected[0] if collected else ({}, b"")
     path = folder / FOLDER / f"rank{rank:05d}"
     with suppress(OSError):  # the ranks end anyway, and their message says more than this error
         path.parent.mkdir(exist_ok=True)

@@ -1,7 +1,10 @@
 """Tests when ranks that live count as hanging, and which of them is late."""
 
+import threading
+
 import pytest
 
+from moe_rl.train import hangs
 from moe_rl.train.hangs import START, Stillness, late, report
 
 TRAIN = ("train", "update")
@@ -57,6 +60,15 @@ def test_a_record_that_cannot_be_read_leaves_the_stacks(tmp_path):
 
     assert report(tmp_path, 3, broken) == {}
     assert "test_hangs.py" in (tmp_path / "hang/rank00003.stacks").read_text()
+
+
+def test_a_record_that_never_comes_leaves_the_stacks(tmp_path, monkeypatch):
+    """Torch may wait for a lock that the hang itself holds."""
+    monkeypatch.setattr(hangs, "_EVIDENCE_SECONDS", 0.05)
+    never = threading.Event()
+    assert report(tmp_path, 3, never.wait) == {}
+    assert "test_hangs.py" in (tmp_path / "hang/rank00003.stacks").read_text()
+    never.set()
 
 
 @pytest.mark.parametrize(
