@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +25,9 @@ from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.disk import reason
 from moe_rl.errors import CheckpointError
 from moe_rl.megatron import world
+from moe_rl.whereabouts import HERE
 
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS, _SIZE_SECONDS = 0.05, 2.0
 
 
 class StepFolders:
@@ -81,10 +83,10 @@ class StepFolders:
         if self._pending is None:
             return False
         writer = self._pending.writer
-        writer.written.wait()
+        writer.wait(writer.written)
         (failed,) = world.all_reduce([writer.failure != ""])
         if not failed:
-            writer.done.wait()
+            writer.wait(writer.done)
         return self.poll()
 
     def settle(self, seconds: float) -> None:
@@ -219,6 +221,17 @@ class Writer(threading.Thread):
             self.seconds = time.perf_counter() - began
             self.written.set()
             self.done.set()
+
+    def wait(self, event: threading.Event) -> None:
+        """Wait for `written` or `done`. While the files grow, this rank moves: a slow disk is no hang."""
+        before = -1
+        while not event.wait(_SIZE_SECONDS):
+            size = 0
+            with suppress(OSError):  # rank 0 may be giving the folder its name
+                size = sum(file.stat().st_size for file in self.hidden.iterdir())
+            if size != before:
+                before = size
+                HERE.leave()
 
     def give_up(self) -> None:
         """Stop waiting for other ranks' parts, and do not publish."""

@@ -28,7 +28,6 @@ from moe_rl.models.hf import ModelFacts, layer_weights
 from moe_rl.models.weight_table import Weight, ends
 from moe_rl.weights.digest import stored_dtype
 from moe_rl.weights.stream import Round
-from moe_rl.whereabouts import HERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,6 @@ def load(model: torch.nn.Module, facts: ModelFacts, reader: CheckpointReader) ->
         ConfigError: A parameter's shape differs from that of its tensors. The message names the tensors.
     """
     for entry in entries(model, facts):
-        HERE.leave()
         part, parts = (0, 1) if entry.axis is None else (entry.group.rank(), entry.group.size())
         pieces = [reader.read(name, _part(reader.tensors[name][1], entry.axis, part, parts)) for name in entry.names]
         stacked = entry.weight.experts == "stacked"

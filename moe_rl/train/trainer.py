@@ -398,6 +398,7 @@ class Trainer:
         with self.peers.phase("checkpoint", done):
             self.peers.part("finish")
             self.keeping.checkpoints.finish()
+            self.peers.part("finish export")
             self.keeping.exports.finish()
         self.peers.stopped()
         kept = "a checkpoint" if done else "nothing to save yet"

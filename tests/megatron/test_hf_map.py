@@ -68,19 +68,6 @@ def test_what_the_ranks_hold_makes_the_whole_again(layout, axis, shapes, parts):
     assert len(again) == len(whole) and all(torch.equal(a, b) for a, b in zip(again, whole, strict=True))
 
 
-def test_a_tensor_that_is_read_is_a_move(monkeypatch):
-    """A large model takes long to read. A rank that reads on must not count as one that hangs."""
-    from moe_rl.megatron import hf_map
-    from moe_rl.whereabouts import HERE
-
-    weight = SimpleNamespace(experts="", layout="plain")
-    entries = [SimpleNamespace(axis=None, names=["a"], weight=weight, parameters=[torch.zeros(2)]) for _ in range(3)]
-    monkeypatch.setattr(hf_map, "entries", lambda model, facts: entries)
-    reader, moves = SimpleNamespace(tensors={"a": ("F32", (2,))}, read=lambda name, index: torch.ones(2)), HERE.moves
-    hf_map.load(None, facts(), reader)
-    assert HERE.moves == moves + 3 and all(entry.parameters[0].tolist() == [1, 1] for entry in entries)
-
-
 # Names of the parameters of Megatron's TransformerEngine layers, copied from its module specs.
 ENDS = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
 GROUPED = [

@@ -1,6 +1,7 @@
 """Tests the writer of a checkpoint by itself; tests/distributed/test_state.py tests whole checkpoints."""
 
 import resource
+import threading
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from moe_rl import messages
-from moe_rl.megatron import checkpoint
+from moe_rl.megatron import behind, checkpoint
 from moe_rl.megatron.behind import Writer
 from moe_rl.megatron.saving import _HandedIn, _Pinned, _RankPart, _storages
 from moe_rl.whereabouts import HERE
@@ -100,6 +101,23 @@ def test_a_write_that_the_system_refuses_is_told_in_its_words(tmp_path):
     assert "OSError: [Errno 27] File too large" in writer.failure
     assert writer.failure.startswith("a limit to the size of files is reached") and "bytes free" in writer.failure
     assert writer.written.is_set() and writer.done.is_set() and not list(tmp_path.glob("*.part"))
+
+
+def test_a_rank_that_waits_for_a_slow_disk_moves_while_the_files_grow(tmp_path, monkeypatch):
+    monkeypatch.setattr(behind, "_SIZE_SECONDS", 0.02)
+    release, path = threading.Event(), tmp_path / "slow"
+
+    def write():
+        for size in range(1, 4):
+            path.write_bytes(b"x" * size)
+            release.wait(0.2)
+        release.wait(0.3)
+        return b""
+
+    writer, moves = Writer(tmp_path, write, rank=0), HERE.moves
+    writer.start()
+    writer.wait(writer.written)
+    assert writer.failure == "" and 3 <= HERE.moves - moves < 15  # it looked more often
 
 
 def test_a_piece_that_is_read_is_a_move(tmp_path):
