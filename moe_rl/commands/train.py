@@ -45,6 +45,8 @@ from moe_rl.train.replayed_run import replay_problems
 from moe_rl.train.run_folder import RunFolder
 
 LOST, COLLAPSED = 3, 4
+# In messages of CUDA and NCCL about a mistake, which would come again.
+_MISTAKES = ("device-side assert", "invalid usage", "invalid argument", "Duplicate GPU")
 _EPILOG = """
 Exit status of a rank: 0 done; 1 an unexpected error; 2 an error with an explanation; 3 another rank, torchrun or the
 sampler is gone, or a GPU or the network between ranks failed; 4 the run has collapsed (see guards.*) and was ended with
@@ -179,7 +181,8 @@ def run(options: argparse.Namespace) -> int:
         status = LOST if isinstance(error, SamplerGone) else status
         tell(f"moe_rl: rank {rank}: {type(error).__name__}: {_told(error)}", status)
     except Exception as error:  # an unexpected error, or of CUDA or NCCL: print where it happened
-        status = LOST if isinstance(error, AcceleratorError | DistBackendError) else 1
+        failed = isinstance(error, AcceleratorError | DistBackendError)
+        status = LOST if failed and not any(said in str(error) for said in _MISTAKES) else 1
         tell("".join(traceback.format_exception(error)).rstrip(), status)
     _leave(status)
 

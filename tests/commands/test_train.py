@@ -311,13 +311,21 @@ def test_an_unpatched_vllm_is_refused(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "status"), [("AcceleratorError", 3), ("distributed.DistBackendError", 3), ("OutOfMemoryError", 1)]
+    ("name", "said", "status"),
+    [
+        ("AcceleratorError", "CUDA error: uncorrectable ECC error encountered", 3),
+        ("AcceleratorError", "CUDA error: device-side assert triggered", 1),
+        ("distributed.DistBackendError", "NCCL error: remote process exited", 3),
+        ("distributed.DistBackendError", "NCCL error: invalid usage", 1),
+        ("OutOfMemoryError", "CUDA out of memory", 1),
+    ],
 )
-def test_a_fault_of_cuda_or_nccl_is_a_loss_which_a_scheduler_begins_again(monkeypatch, capsys, name, status):
+def test_a_fault_of_cuda_or_nccl_is_a_loss_which_a_scheduler_begins_again(monkeypatch, capsys, name, said, status):
+    """A mistake would only come again."""
     import torch.distributed
 
     def breaks(*_):
-        raise operator.attrgetter(name)(torch)("planted")
+        raise operator.attrgetter(name)(torch)(said)
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -329,7 +337,7 @@ def test_a_fault_of_cuda_or_nccl_is_a_loss_which_a_scheduler_begins_again(monkey
     train.add_arguments(parser)
     with pytest.raises(SystemExit) as left:
         train.run(parser.parse_args(["--config", CONFIG]))
-    assert left.value.code == status and "planted" in capsys.readouterr().err
+    assert left.value.code == status and said in capsys.readouterr().err
 
 
 def test_the_verb_plan_is_a_run_with_plan(capsys, monkeypatch):
