@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import moe_rl
@@ -154,5 +155,6 @@ async def folder_problem(server: VllmServer, root: Path, folder: str) -> Problem
     except OSError as error:
         return describe("cannot be written", where={"key": "run.runs_dir", "folder": local_folder}, got=error.strerror)
     finally:
-        for path in (challenge, reply):
-            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            for path in (challenge, reply):
+                path.unlink(missing_ok=True)

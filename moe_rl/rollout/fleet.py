@@ -17,7 +17,6 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, Unpack
@@ -329,7 +328,7 @@ class ServerFleet:
         """Let a lost server return if it answers, serves the same as the others, and sees the run's folder."""
         server = self._all[number]
         self._returning.discard(number)
-        with suppress(EngineError, TimeoutError):
+        try:
             async with asyncio.timeout(_ASK_SECONDS):
                 mine, *others = [await peer.served() for peer in (server, *self.servers.values())]
                 if _same(mine) not in map(_same, others):
@@ -339,6 +338,11 @@ class ServerFleet:
                     print(f"moe_rl: server {number} is not used again: {problem}", file=sys.stderr, flush=True)
                     return
                 await server.adopt()
+        except TimeoutError:
+            print(f"moe_rl: server {number} did not answer within {_ASK_SECONDS:g} s", file=sys.stderr, flush=True)
+        except EngineError:
+            pass  # it is still lost
+        else:
             self._workers[number] = mine.gpus
             self._returning.add(number)
 
