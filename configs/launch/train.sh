@@ -31,7 +31,7 @@ torchrun --nnodes "$NODES" --nproc-per-node "$GPUS" \
     --shutdown-timeout "$((grace + 30))" --log-dir "$logs" \
     tools/train_moe_rl.py "${what[@]}" &
 ranks=$! status=0 asked=
-trap 'asked=yes; kill -TERM "$ranks"' TERM INT
+trap 'asked=yes; kill -TERM "$ranks" 2>/dev/null || true' TERM INT
 wait "$ranks" || status=$?
 if [[ -n $asked ]]; then
     status=0

@@ -359,7 +359,10 @@ def test_the_pods_commands_fit(manifest, shell, tmp_path):
     ]
     pods = training["parallelism"]
     assert training["completions"] == pods == int(theirs["--nnodes"])
-    assert training["backoffLimit"] == 100 * pods, "each loss restarts all"
+    assert training["backoffLimit"] == 100 * pods, "each loss ends all"
+    (mistake,) = training["podFailurePolicy"]["rules"]
+    assert mistake["action"] == "FailJob" and mistake["onExitCodes"]["values"] == [2, train_command.COLLAPSED]
+    assert training["template"]["spec"]["restartPolicy"] == "Never", "Kubernetes asks this of a podFailurePolicy"
     assert pods * int(theirs["--nproc-per-node"]) == config.cluster.gpus
     grace = training["template"]["spec"]["terminationGracePeriodSeconds"]
     assert config.checkpoint.grace_seconds < int(theirs["--shutdown-timeout"]) < grace
