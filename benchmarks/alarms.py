@@ -57,7 +57,10 @@ def main() -> None:
     torch.set_num_threads(1)
     count, written = _Count(), time.monotonic()
     if given.json.exists():
-        count.restore(json.loads(given.json.read_text())["state"])
+        earlier = json.loads(given.json.read_text())
+        if earlier.get("chain") != CHAIN:
+            raise SystemExit(f"{given.json} is of another version of this benchmark: give a new file")
+        count.restore(earlier["state"])
     wanted = settings()[: given.rollouts]
     for number in range(count.rollouts // PASSES, len(wanted)):
         name, history = f"{wanted[number].family}, {'trained' if wanted[number].trained else 'random'}", History()
@@ -68,7 +71,11 @@ def main() -> None:
     for number in range(count.runs, min(given.runs, len(settings()))):
         count.run(settings()[number], given.seed + number)
         count.write(given.json)
-    for number in range(count.passes - count.rollouts, given.passes):
+    done = count.passes - count.rollouts
+    begun = (given.seed + done) % CHAIN if done < given.passes else 0  # a chain was left in the middle
+    for number in range(max(0, done - begun), done):
+        count.synthetic(given.seed + number, plant=False, again=True)
+    for number in range(done, given.passes):
         planted = sum(one["planted"] for one in count.faults.values())
         count.synthetic(given.seed + number, plant=planted < given.faults)
         if time.monotonic() > written + 60:
@@ -104,8 +111,10 @@ class _Count:
         part.write_text(json.dumps(self.result(), indent=1))
         part.replace(file)
 
-    def synthetic(self, seed: int, *, plant: bool) -> None:
-        """Judge a healthy pass of the zoo. One in 36 has the shape of a large model, which takes ten times as long."""
+    def synthetic(self, seed: int, *, plant: bool, again: bool = False) -> None:
+        """Judge a healthy pass of the zoo. One in 36 has the shape of a large model, which takes ten times as long.
+        again: only for the history, since the pass was counted before.
+        """
         chain, step = divmod(seed, CHAIN)
         if step == 0:
             self._history = History()
@@ -114,7 +123,11 @@ class _Count:
         at = turn % (len(small) + 1)
         name = small[at] if at < len(small) else large[turn // (len(small) + 1) % len(large)]
         name, shape = ("drawn", drawn(chain)) if drawn_shape else (name, NAMED[name])
-        self.add(name, healthy(shape, chain, step), seed, self._history, plant=plant and step == 0)
+        one = healthy(shape, chain, step)
+        if again:
+            one.judge(history=self._history)
+        else:
+            self.add(name, one, seed, self._history, plant=plant and step == 0)
 
     def run(self, setting: Setting, seed: int) -> None:
         """Let the other guards judge a run."""
@@ -191,6 +204,7 @@ class _Count:
             "by_guard": self.guards,
             "cpu": _cpu(),
             "processor_seconds": self._spent(),
+            "chain": CHAIN,
             "state": {name: getattr(self, name) for name in vars(self) if name[0] != "_"} | {"seconds": self._spent()},
         }
 
