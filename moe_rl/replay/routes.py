@@ -173,7 +173,7 @@ def read_routes(
             lags[rows], versions[rows] = weight_version - made, made
         native = missing | ((lags > 0) if policy.stale == "native" else False)
         key_lags = lags
-        if policy.keep_keys:  # the sequence knows the versions of rows that this rank does not read
+        if policy.keep_keys:  # a sequence knows the versions of its sampled rows, read on this rank or not
             of_sampled = np.where(expected_versions < 0, 0, weight_version - expected_versions)
             key_lags = np.maximum.accumulate(np.maximum(lags, of_sampled))
         prompt = len(sequence.prompt_token_ids)

@@ -10,8 +10,8 @@ Also checks that an update learns from each of its sequences exactly once, and f
 
 A completion is sealed when it is made, and a verdict's digest is made when its reward and group are joined to it
 (`types.py`). `check_batch` compares both before anything is computed. `check_update` recomputes the seals from the
-tensors of the loss: for all updates before the first one, and for each once more after its gradient is computed and
-before the optimizer moves a weight. All digests are made on the host.
+tensors of the loss: those of the later updates before the first one, and those of each update after its gradient is
+computed and before the optimizer moves a weight. All digests are made on the host.
 
 Also checks what only the first update of a run can show: sampler, trainer and reference have the same weights.
 
