@@ -51,7 +51,7 @@ mutants: $(READY) ## plant faults into a copy of the code, see that make test no
 
 test-all: $(READY) ## run every test, the long ones too; not those of `make nightly`
 	@$(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder --hypothesis-profile "new examples" \
-	    -m "not gpu and not chaos and not nightly"
+	    -m "not gpu and not chaos and not nightly" --durations 60 --durations-min 20
 
 nightly: $(READY) ## run what takes hours, part by part; goes on where it was interrupted: PARTS="chaos soak"
 	@$(VENV)/bin/python -m tools.dev.nightly $(PARTS)

@@ -107,7 +107,13 @@ def test_engines_and_ranks_that_start_again_carry_nothing(bisected):
     )
 
 
-@pytest.mark.parametrize("cause", sorted(set(VALUE) - {engine_runs.DEGREE}))
+@pytest.mark.parametrize(
+    "cause",
+    [
+        pytest.param(cause, marks=pytest.mark.nightly if number else ())
+        for number, cause in enumerate(sorted(set(VALUE) - {engine_runs.DEGREE}))
+    ],
+)
 def test_a_cause_that_only_an_engine_shows_is_named(bisected, monkeypatch, cause):
     """The kept log-probabilities of the run are those of an engine that had the cause. Pretend engines take the place
     of vLLM's; the trainer is real."""
