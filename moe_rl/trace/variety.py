@@ -24,6 +24,8 @@ _CHANCE = 1e-6
 # Constant layers are refused only if there are at least this many possible sets: routers with a strong bias and few
 # experts do collapse.
 _SETS = 1000
+# A router that collapsed to one set has the first or the last K experts in 2 of C(E, K) cases.
+_SETS_WITH_ENDS = 10_000
 # This many layers do not all collapse at once.
 _LAYERS = 4
 # The equal routes of all tokens name at least this many ids: with fewer, biased routers do collapse.
@@ -49,8 +51,9 @@ def check_variety(
       probability, over all pairs, is below one in a million. For 4 of 32 experts this takes three different sets, so
       two layers that both collapsed to one set are not refused;
     - a layer that sends all tokens, at least 8 of them different, to the first or the last K experts, as a top-k of
-      equal numbers does. A router that collapsed to one set has one of these two in 2 of C(E, K) cases; with fewer than
-      1000 possible sets nothing is refused.
+      equal numbers does. A router that collapsed to one set has one of these two in 2 of C(E, K) cases. So nothing is
+      refused with fewer than 10,000 possible sets, or if another layer sends all tokens to another set: then the
+      model's routers do collapse.
     """
     rows, columns, top_k = routes.shape
     if rows < _ROWS or top_k == num_experts or not columns or (token_ids == token_ids[0]).all():
@@ -62,11 +65,11 @@ def check_variety(
     if columns >= _LAYERS and (routes == routes[:, :1]).all():
         raise _refusal("routes are the same for every layer, which no router does", where, routes[0, 0], "equal layers")
     _check_layers(routes, num_experts, layers, where)
-    for column in np.flatnonzero(constant).tolist() if varied else ():
-        chosen = np.sort(routes[0, column])
-        if chosen.tolist() in (list(range(top_k)), list(range(num_experts - top_k, num_experts))):
-            what = "a layer has the same routes for every token, those of equal scores"
-            raise _refusal(what, {**where, "layer": layers[column]}, chosen, "equal scores")
+    ends, flat = (list(range(top_k)), list(range(num_experts - top_k, num_experts))), np.flatnonzero(constant)
+    rare = varied and math.comb(num_experts, top_k) >= _SETS_WITH_ENDS
+    if rare and len(flat) and all(ids in ends for ids in np.sort(routes[0, flat]).tolist()):
+        what = "a layer has the same routes for every token, those of equal scores"
+        raise _refusal(what, {**where, "layer": layers[flat[0]]}, np.sort(routes[0, flat[0]]), "equal scores")
 
 
 def _check_layers(routes: np.ndarray, num_experts: int, layers: Sequence[int], where: About) -> None:
