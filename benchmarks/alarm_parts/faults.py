@@ -189,7 +189,8 @@ def _others(one: Pass, rng: np.random.Generator) -> Planted:
 
 def _before(one: Pass, rng: np.random.Generator, after: int = -1) -> Planted:
     """Copy the row before into the last row of each prompt, or into another one at `after` rows from its end."""
-    at = np.array([a + p + after for a, p in zip(one.starts[:-1], one.prompts, strict=True) if p + after > 0])
+    ends = [start + prompt for start, prompt in zip(one.starts, one.prompts, strict=False) if prompt + after > 0]
+    at = np.array(ends, np.int64) + after
     record = one.record.copy()
     record[:, at] = one.record[:, at - 1]
     return _mostly(one, record, at)
