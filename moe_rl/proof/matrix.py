@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from moe_rl.config.layout import layout_problems
-from moe_rl.config.passed_on import combination_problems, setting_problems
+from moe_rl.config.passed_on import setting_problems
+from moe_rl.config.passed_together import combination_problems
 from moe_rl.errors import ConfigError, Problem, ReplayError
 from moe_rl.models.hf import read_model
 from moe_rl.parent import kill_marked, mark_children, torchrun
