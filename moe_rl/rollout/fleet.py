@@ -136,16 +136,16 @@ class ServerFleet:
 
         async def take(server: VllmServer) -> Served:
             try:
-                await server.served()  # to the check below, a server that is gone sees another folder
+                answer = await server.served()  # to the check below, a server that is gone sees another folder
                 problem = await folder_problem(server, root, folder)
                 if adopt and not problem:
                     await server.adopt()
-                answer = await server.served()
+                    answer = await server.served()
             except RequestRefused:
                 raise
             except EngineError as error:
                 raise SamplerGone(
-                    "A server was lost before the run began",
+                    "A server does not answer",
                     where={"key": "rollout.servers", "url": server.url},
                     got=error,
                     do="read its log, start it again, and begin or resume the run again",
