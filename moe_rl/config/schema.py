@@ -66,9 +66,9 @@ class RunConfig(Section):
     second."""
     hang_seconds: Annotated[float, Field(ge=1.0, le=2e6)] = 600.0
     """Seconds after which the run ends if all ranks live and none begins a part of the start or a step, a microbatch, a
-    layer, or a piece of a checkpoint that is read. Three times the longest such time so far in the same part is always
-    allowed, and six times this number in a part that is new. Waiting for samplers, verifiers and trackers does not
-    count. Each rank writes its stacks into `hang/` of the run folder."""
+    layer, or a piece of a checkpoint that is read or written. Three times the longest such time so far in the same part
+    is always allowed, and six times this number in a part that is new. Waiting for samplers, verifiers and trackers
+    does not count. Each rank writes its stacks into `hang/` of the run folder."""
     replays: Location | None = None
     """Folder of a run whose kept rollouts this run trains on again, in their order, instead of sampling any. The rest
     of the config is that run's. `--replay` sets it, see docs/howto/checkpoints.md."""
