@@ -405,15 +405,19 @@ def test_groups_of_a_lost_server_go_on_elsewhere(tmp_path):
     assert len(lost) == 1 and lost[0] > 0 and lost[0] % 10 == 0, "each of its groups lost 10 tokens"
 
 
+async def lost_and_back(rig):
+    await asyncio.sleep(4.5)
+    rig.servers.fail(0)
+    await asyncio.sleep(1)
+    rig.servers.come_back(0)
+
+
 def test_a_server_that_came_back_samples_again_from_the_next_update_on(tmp_path):
     async def main():
         rig = Rig(tmp_path)
         await rig.feed.begin()
         training = asyncio.create_task(rig.train())
-        await asyncio.sleep(4.5)
-        rig.servers.fail(0)
-        await asyncio.sleep(1)
-        rig.servers.come_back(0)
+        await lost_and_back(rig)
         rig.servers.most[0], version = 0, rig.servers.version
         while rig.servers.version == version:
             assert not rig.servers.most[0], "it may have older weights"
@@ -445,10 +449,7 @@ def test_a_call_from_before_a_server_was_lost_does_not_lose_it_again(tmp_path):
         rig.servers.sample = late
         await rig.feed.begin()
         training = asyncio.create_task(rig.train())
-        await asyncio.sleep(4.5)
-        rig.servers.fail(0)
-        await asyncio.sleep(1)
-        rig.servers.come_back(0)
+        await lost_and_back(rig)
         version = rig.servers.version
         while rig.servers.version == version:
             await asyncio.sleep(0.1)

@@ -45,7 +45,7 @@ def test_two_layers_that_collapsed_to_the_same_set_are_not_refused(routes):
         check(routes)
 
 
-def test_a_layer_of_unwritten_rows_is_refused_and_a_collapsed_one_is_not(routes):
+def test_a_layer_of_unwritten_rows_is_refused_and_a_collapsed_one_is_not(routes, random_routes):
     for unwritten in ([0, 1, 2, 3], [3, 1, 0, 2], [28, 29, 30, 31]):
         routes[:, 6] = unwritten
         with refused(RouteValidationError, fault="equal scores", request="r", layer=7):
@@ -59,6 +59,10 @@ def test_a_layer_of_unwritten_rows_is_refused_and_a_collapsed_one_is_not(routes)
     routes[:, 6] = [0, 1, 2, 3]
     routes[:, 5] = [1, 7, 8, 30]
     check(routes)  # this model's routers do collapse, and one of many may well take the first experts
+    some = TraceSpec("m", 16, 4, "mm")  # of 1,820 sets, too
+    mixed = random_routes(some, len(TOKENS)).astype(np.uint8)
+    mixed[:, 1] = [0, 1, 2, 3]
+    check(mixed, spec=some)
     few = TraceSpec("m", 8, 2, "mm")  # of 28 sets a collapsed router may well take the first
     one = np.stack([np.arange(12) % 7, np.arange(12) % 7 + 1], -1).astype(np.uint8)
     check(np.stack([one, np.tile(np.uint8([0, 1]), (12, 1))], 1), spec=few)
