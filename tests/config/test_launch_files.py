@@ -31,7 +31,7 @@ LAUNCH = ROOT / "configs/launch"
 STAND_IN = (
     f"#!/bin/sh\n''':'\nexec '{sys.executable}' \"$0\" \"$@\"\n'''"  # a shell begins: the path may have spaces
     + """
-import json, os, sys, time
+import json, os, signal, subprocess, sys, time
 from pathlib import Path
 name = Path(sys.argv[0]).name
 with open(os.environ["CALLS"], "a") as file:
@@ -45,10 +45,14 @@ if name == "curl":  # until the server of this address was started
     wanted = json.dumps(["--host", host, "--port", port])[1:-1]
     while not any(line.startswith('["python"') and wanted in line for line in open(os.environ["CALLS"])):
         time.sleep(0.1)
-if name == "srun":
+if name == "getent":
+    print(sys.argv[-1], "STREAM")
+    print("::1 STREAM")
+if name == "srun":  # it forwards no SIGTERM: it kills its tasks
     at = next(at for at, word in enumerate(sys.argv) if at and not word.startswith("--"))
-    os.environ["SLURMD_NODENAME"] = "node0"
-    os.execvp(sys.argv[at], sys.argv[at:])
+    task = subprocess.Popen(sys.argv[at:], env=os.environ | {"SLURMD_NODENAME": "node0"})
+    signal.signal(signal.SIGTERM, lambda *_: task.kill())
+    sys.exit(task.wait() % 256)
 """
 )
 
@@ -61,7 +65,7 @@ def shell(tmp_path):
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / ".venv/bin/activate").touch()
     tools.mkdir()
-    for name in ("torchrun", "python", "srun", "scontrol", "curl", "install", "ls", "moe-rl"):
+    for name in ("torchrun", "python", "srun", "scontrol", "curl", "getent", "install", "ls", "moe-rl"):
         (tools / name).write_text(STAND_IN)
         (tools / name).chmod(0o755)
 
@@ -244,7 +248,7 @@ def test_a_slurm_job_that_is_told_to_end_is_requeued(shell, tmp_path):
     assert "#SBATCH --signal=B:TERM@" in script and "#SBATCH --requeue" in script
     # The trainer ends its script's wait, then itself.
     slow = script.replace("trainer=$!", "trainer=$!\n(sleep 2; kill -TERM $$) &", 1).replace(
-        "bash -c 'ADDRESS", 'bash -c \'trap "exit 3" TERM; sleep 20 >&- 2>&- & wait; ADDRESS', 1
+        "    ADDRESS=", '    trap "exit 3" TERM; sleep 20 >&- 2>&- & wait; ADDRESS=', 1
     )
     assert slow.count("sleep 20") == 1
     path = tmp_path / "repository/slow.sbatch"
@@ -328,7 +332,10 @@ def test_the_manifests_names_are_each_others(manifest):
         assert volumes["token"]["secret"]["secretName"] == "moe-rl-token"
     policy = manifest["NetworkPolicy", "moe-rl-server"]["spec"]
     assert policy["podSelector"]["matchLabels"] == {"app": "moe-rl-server"}
-    assert policy["ingress"][0]["from"] == [{"podSelector": {"matchLabels": {"app": "moe-rl-train"}}}]
+    (rule,) = policy["ingress"]
+    assert rule.keys() == {"from"}, "NCCL chooses the ports on which it broadcasts weights"
+    pods = [one["podSelector"]["matchLabels"] for one in rule["from"]]
+    assert pods == [{"app": "moe-rl-train"}, {"app": "moe-rl-server"}]
 
 
 def test_the_pods_commands_fit(manifest, shell, tmp_path):
