@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -164,18 +164,21 @@ class Batches:
             for group in chosen
             for index, reward in enumerate(group.rewards)
             if reward is not None
-            for piece in (group.pieces[index] if exact or group.trajectories else [group.completions[index]])
+            for piece in (group.pieces[index] if exact or group.trajectories else [_continued(group, index)])
         ]
         sequences, played = [], self.config.task.environment
         alone = played is not None and played.credit == "branch"
         for group, index, piece, reward in trained:
             whole = group.completions[index]
-            sequence = Sequence.of(piece, reward, "" if piece is whole else whole.key, alone=alone)
+            part_of = whole.key if (exact or group.trajectories) and piece is not whole else ""
+            sequence = Sequence.of(piece, reward, part_of, alone=alone)
             sequences.append(sequence.judged(group.number))
         if self.config.task.overlong is not None:
             metrics["reward/overlong_penalty"] = _mean([self._overlong(c) for c in completions])
         stored = (
-            part for group in groups for part in (all_pieces(group.pieces) if group.trajectories else group.completions)
+            part
+            for group in groups
+            for part in (all_pieces(group.pieces) if exact or group.trajectories else group.completions)
         )
         recorded = [part.routes for part in stored if part.routes is not None]
         written = {shard for group in groups for shard in group.shards}
@@ -269,6 +272,12 @@ def check_drawing(pieces: Iterable[Completion], config: Config) -> None:
                 "sample its unfinished groups again",
                 fault="drawing",
             )
+
+
+def _continued(group: PromptGroup, index: int) -> Completion:
+    """Return a completion under the key of its last piece, to which its routes are bound."""
+    whole, parts = group.completions[index], group.pieces[index]
+    return whole if len(parts) == 1 else replace(whole, key=parts[-1].key, seal="")
 
 
 def _check_whose(group: PromptGroup) -> PromptGroup:

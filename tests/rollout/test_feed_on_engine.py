@@ -10,7 +10,7 @@ from moe_rl.config.load import load_config
 from moe_rl.rollout.group_feed import GroupFeed
 from moe_rl.rollout.group_files import GroupFiles
 from moe_rl.rollout.rollouts import Rollouts
-from tests.rollout.in_flight import check_kept, forwarded, versions_of
+from tests.rollout.in_flight import check_kept, forwarded, trainer_reads, versions_of
 from tests.rollout.test_group_feed import TASK, Verifiers, with_keys
 from tests.rollout.test_in_flight import flight  # noqa: F401
 
@@ -68,6 +68,8 @@ def test_what_a_step_gets(flight, tmp_path, way):  # noqa: F811
         np.testing.assert_array_equal(record.token_ids, tokens[:-1])
         sampled = [span.weight_version for span in one.versions for _ in range(span.tokens)]
         assert sampled == versions_of(record)[len(one.prompt_token_ids) - 1 :]
+        trainer_reads(flight.store, one.key, one.prompt_token_ids, one.token_ids, one.versions, one.routes,
+                      version=flight.new)  # fmt: skip
         both += len(one.versions) == 2
         seen = SimpleNamespace(key=one.key, prompt_token_ids=one.prompt_token_ids, token_ids=one.token_ids,
                                versions=one.versions, routes=one.routes, logprobs=one.rollout_logprobs)  # fmt: skip
