@@ -169,7 +169,7 @@ VLLM = Passed(
 _MAPPINGS = {"train.megatron": MEGATRON, "train.megatron_optimizer": OPTIMIZER, "rollout.vllm": VLLM}
 _PLANNED = re.compile(
     r"train\.megatron_optimizer\.(use_precision_aware_optimizer|exp_avg\w*_dtype|store_param_remainders|"
-    r"optimizer_cpu_offload|optimizer_offload_fraction|grad_reduce_in_fp32)"
+    r"optimizer_cpu_offload|optimizer_offload_fraction|pin_cpu_grads|grad_reduce_in_fp32)"
 )
 # Megatron's names for what train.recompute sets.
 _RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")

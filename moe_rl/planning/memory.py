@@ -63,7 +63,8 @@ def state_bytes(train: TrainConfig) -> StateBytes:
     float32 ones.
 
     Without the precision-aware optimizer, gradients below float32 are copied to float32 for Adam. With it main values
-    may be the 16 bits that a parameter lacks of them. State in host memory is float32, with a copy of the gradient.
+    may be the 16 bits that a parameter lacks of them. State in host memory is float32, with a copy of the gradient,
+    whose pinned memory may be larger: see `host_bytes`.
     """
     # Values that may not be passed on count as Megatron's defaults: `passed_problems` refuses them.
     passed, dtype = train.megatron_optimizer, train.dtype
@@ -122,6 +123,23 @@ def optimizer_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> li
     return [int(bytes_each * owned) for owned in owned_parameters(buffers, train, ranks)]
 
 
+def host_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> list[int]:
+    """Return the bytes of optimizer state in host memory of each of the `ranks` of a stage.
+
+    Gradients are copied into pinned memory, a piece for each parameter, which torch rounds up to a power of two.
+    """
+    away, passed = state_bytes(train).host, train.megatron_optimizer
+    if not away:
+        return [0] * ranks
+    pieces = [(buffer.pieces(), buffer.ranks_between) for buffer in buffers]
+    result = []
+    for rank in range(ranks):
+        sizes = [size for of, between in pieces for size in of[rank // between % len(of)]]
+        pinned = sum((1 << (4 * size - 1).bit_length()) - 4 * size for size in sizes)
+        result.append(int(away * sum(sizes) + away / 16 * pinned * (passed.get("pin_cpu_grads") is not False)))
+    return result
+
+
 def checkpoint_copy_bytes(buffers: list[Buffer], train: TrainConfig, ranks: int) -> int:
     """Return the bytes that the fullest of the `ranks` of a stage copies to host memory to write a checkpoint.
 
@@ -155,7 +173,7 @@ def stage_memory(config: Config, facts: ModelFacts, layout: Layout) -> tuple[Sta
                 adapter_bytes=0 if lora is None else parameter_bytes(buffers, train),
                 main_grad_bytes=main_grad_bytes(buffers, train),
                 optimizer_bytes=max(optimizer_bytes(buffers, train, ranks)),
-                host_bytes=int(state_bytes(train).host * max(owned_parameters(buffers, train, ranks))),
+                host_bytes=max(host_bytes(buffers, train, ranks)),
                 # The reference model is not wrapped for training, so its buffers have no padding.
                 reference_bytes=bare if config.objective.kl_coef > 0 and lora is None else 0,
                 checkpoint_copy_bytes=checkpoint_copy_bytes(buffers, train, ranks),

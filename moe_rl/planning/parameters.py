@@ -64,16 +64,20 @@ class Buffer:
         """Return the number of elements with padding."""
         return self.elements + sum(end - start for start, end in self.gaps())
 
+    def pieces(self) -> list[list[int]]:
+        """Return the elements of each parameter in the piece of each of the `copies`."""
+        piece, end = self.padded_elements // self.copies, 0
+        pieces: list[list[int]] = [[] for _ in range(self.copies)]
+        for size in self.sizes:
+            start = _up(end, START)
+            end = start + size
+            for rank in range(start // piece, -(-end // piece)):
+                pieces[rank].append(min(end, (rank + 1) * piece) - max(start, rank * piece))
+        return pieces
+
     def owned(self) -> list[int]:
         """Return the number of parameter elements in the piece of each of the `copies`."""
-        piece = self.padded_elements // self.copies
-        if not piece:
-            return [0] * self.copies
-        owned = [piece] * self.copies
-        for start, end in self.gaps():
-            for rank in range(start // piece, min(self.copies, -(-end // piece))):
-                owned[rank] -= max(0, min(end, (rank + 1) * piece) - max(start, rank * piece))
-        return owned
+        return [sum(sizes) for sizes in self.pieces()]
 
 
 Sizes = Callable[[Weight], tuple[tuple[int, bool], ...]]

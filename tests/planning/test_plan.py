@@ -5,9 +5,10 @@ import pytest
 
 from moe_rl.config.layout import least_ranks, stage_layers
 from moe_rl.config.load import load_config
-from moe_rl.config.training import ParallelConfig
+from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.models.hf import expected_tensors, parameter_count, read_model
 from moe_rl.planning.cluster_plan import make_plan
+from moe_rl.planning.memory import host_bytes
 from moe_rl.planning.parameters import Buffer
 from moe_rl.planning.plan_table import bytes_text, render
 
@@ -78,6 +79,19 @@ def test_a_buffer_by_hand():
     assert Buffer((), 4, 1).owned() == [0] * 4
 
 
+def test_pinned_copies_of_gradients_are_rounded_up_to_powers_of_two():
+    """Copies of 3 and 5 gradients take 16 and 32 bytes, those of 128 and 2 no more than they need."""
+    buffers = [Buffer((3, 5), 1, 1), Buffer((128, 130), 3, 1)]
+    assert buffers[1].pieces() == [[128], [128], [2]]
+    passed = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    plain, pinned = (
+        host_bytes(buffers, TrainConfig.model_construct(megatron_optimizer=passed | {"pin_cpu_grads": pin}), 3)
+        for pin in (False, True)
+    )
+    assert plain == [16 * 136, 16 * 136, 16 * 10]
+    assert [more - less for more, less in zip(pinned, plain, strict=True)] == [16, 16, 16]
+
+
 @pytest.mark.parametrize(("dtype", "parameter", "state"), [("bfloat16", 2, 12), ("float32", 4, 8)])
 def test_memory_of_a_rank(plan_of, dtype, parameter, state):
     """Main gradients 4 B. State, shared: a bf16 parameter has a master and two moments, a fp32 one two moments."""
@@ -103,7 +117,7 @@ def test_memory_of_a_rank(plan_of, dtype, parameter, state):
         ("{use_precision_aware_optimizer: true}", 4, 10, 0, 10),
         ("{use_precision_aware_optimizer: true, exp_avg_dtype: bfloat16, exp_avg_sq_dtype: bfloat16}", 4, 6, 0, 10),
         ("{use_precision_aware_optimizer: true, store_param_remainders: false}", 4, 12, 0, 12),
-        ("{optimizer_cpu_offload: true, optimizer_offload_fraction: 0.75}", 4, 4, 12, 12),
+        ("{optimizer_cpu_offload: true, optimizer_offload_fraction: 0.75, pin_cpu_grads: false}", 4, 4, 12, 12),
     ],
 )
 def test_memory_of_a_rank_whose_optimizer_is_smaller(plan_of, passed, gradient, state, host, stored):
