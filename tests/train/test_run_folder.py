@@ -78,6 +78,16 @@ def test_a_run_folder_means_the_same_in_every_working_directory(tmp_path, monkey
         run_folder.reopen(path, ["task.train.0.data=moved.jsonl", "task.train.0.id=null"])
 
 
+def test_a_resume_may_change_what_the_errors_that_end_a_run_advise(tmp_path):
+    path = run_folder.create(load_config("tiny_moe_cpu", [f"run.runs_dir={tmp_path}"])).path
+    for change in ("guards.alignment=false", "guards.max_canary_difference=2.0", "guards.same_version=false",
+                   "task.max_failed_fraction=0.3", "task.verifier_timeout_seconds=20", "rollout.max_lost_servers=1",
+                   "rollout.startup_timeout_seconds=3600"):  # fmt: skip
+        run_folder.reopen(path, [change])
+    with refused(ConfigError, folder=path):
+        run_folder.reopen(path, ["rollout.temperature=0.5"])
+
+
 def test_the_prompts_of_a_run_have_the_day_of_its_beginning(tmp_path):
     """gpt-oss's template writes the day. Resumed on the next day, a run must not read other prompts."""
     model = tmp_path / "model"
