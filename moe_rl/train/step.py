@@ -37,6 +37,7 @@ from moe_rl.megatron import world
 from moe_rl.megatron.frozen_policy import BaseOfAdapters, ReferencePolicy
 from moe_rl.megatron.microbatch import ScoredWork, Share, Work
 from moe_rl.megatron.policy import Policy
+from moe_rl.planning.expert_placement import natural_order
 from moe_rl.replay.alignment import AlignmentTest
 from moe_rl.replay.claims import History
 from moe_rl.replay.replay_pass import Mode, Watch
@@ -272,7 +273,8 @@ class TrainStep:
         # own sequences, unless these, or the routes that r2 records in such a pass, are needed before it.
         own_old = objective.old_logprobs == "trainer" and replay != "r2" and not objective.needs_old_first
         first, probe = policy.updates == 0, None
-        if first and isinstance(self.reference, ReferencePolicy) and policy.moves == 0:
+        unmoved = (policy.placement == natural_order(*policy.placement.shape)).all()  # as the reference's experts
+        if first and unmoved and isinstance(self.reference, ReferencePolicy) and policy.moves == 0:
             check_reference(policy, self.reference)
         with clock("placement"):
             placement = self.placement.start_step(step, sequences)
@@ -355,7 +357,7 @@ class TrainStep:
             places,
             world.device(),
             groups=self.policy.facts.groups,
-            moves=(self.policy.lr or 0.0) * self.config.train.updates_per_step,
+            moves=(self.policy.lr or self.config.train.optimizer.lr) * self.config.train.updates_per_step,
             history=self.histories[update],
         )
 
