@@ -270,8 +270,7 @@ def _alignment(
     from moe_rl.replay.choice import own_choice
     from moe_rl.replay.row_places import RowPlaces
 
-    columns = moe_columns(arrays[0].shape[1], spec)
-    record = np.concatenate([array[:, columns] for array in arrays]).astype(np.int64)
+    record = np.concatenate([array[:, moe_columns(array.shape[1], spec)] for array in arrays]).astype(np.int64)
     prompts = [len(ids) for ids in tokens] if prompts is None else prompts
     lag = None if lags is None else np.concatenate(lags)
     recorded = np.ones(len(record), bool) if seen is None else np.concatenate(seen).astype(bool)

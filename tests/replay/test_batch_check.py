@@ -59,6 +59,9 @@ def test_layers_without_experts_may_be_sent_and_are_not_looked_at():
     sent = [np.concatenate([np.zeros_like(one[:, :1]), one], 1) for one in routes()]
     report = check_batch(TOKENS, sent, layers="d,m*4", num_experts=EXPERTS, scores=SCORES, prompts=PROMPTS)
     assert not report.faults and status(report)["layer"] == "proven"
+    for mixed in ([*sent[:1], *routes()[1:]], [*routes()[:1], *sent[1:]]):
+        report = check_batch(TOKENS, mixed, layers="d,m*4", num_experts=EXPERTS, scores=SCORES, prompts=PROMPTS)
+        assert not report.faults and status(report)["layer"] == "proven"
 
 
 def test_a_row_that_the_witness_repeats_too_is_no_suspicion():
