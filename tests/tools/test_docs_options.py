@@ -99,6 +99,13 @@ def test_every_option_in_the_docs_exists(commands):
                 assert set(OPTION.findall(taken)) <= set(commands[verb]._option_string_actions), f"{path}: {code}"
 
 
+def test_every_training_command_in_the_docs_starts_its_ranks():
+    """Blocks that need a GPU or a cluster do not run in a test."""
+    lines = [line for path in docs() for line in path.read_text(encoding="utf-8").splitlines()]
+    training = [line for line in lines if re.match(r"(\w+=\S+ )*moe-rl train ", line)]
+    assert len(training) > 20 and [line for line in training if "--ranks" not in line] == []
+
+
 def test_every_key_in_the_docs_exists():
     named = {(path, key[1:]) for path in docs() for key in KEY.findall(path.read_text(encoding="utf-8"))}
     assert len(named) > 200
