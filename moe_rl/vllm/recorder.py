@@ -128,6 +128,10 @@ class Recorder:
             self._journal.work_off(wait=True)
         self.sinks.open(sink, folder)
 
+    def settle(self) -> None:
+        """Take what the last steps recorded. The witness judges it by the routers' biases, which an update changes."""
+        self._journal.work_off(wait=True)
+
     def abandon(self, sink: str) -> None:
         """Drop an unpublished shard, if it exists."""
         self._journal.work_off(wait=True)

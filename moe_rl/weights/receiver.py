@@ -127,6 +127,8 @@ def take(worker, data: bytes) -> dict[str, object]:
     try:
         update = decode(data)
         if update.number == 0:
+            if worker.moe_rl_recorder is not None:
+                worker.moe_rl_recorder.settle()
             if receiver.under_way:  # the trainer starts a new update
                 worker.finish_weight_update()
             worker.start_weight_update()

@@ -103,6 +103,15 @@ def test_a_whole_update_may_follow_one_at_which_vllm_failed(worker, others, tmp_
     assert model.opened == ["open", "closed"] * 2
 
 
+def test_what_was_recorded_is_taken_before_the_weights_change(worker, others, tmp_path):
+    from moe_rl.weights.receiver import take
+
+    opened = worker.weight_transfer_engine.model.opened
+    worker.moe_rl_recorder = SimpleNamespace(settle=lambda: opened.append("settled"), weight_version=0)
+    assert take(worker, encode(by_disk(tmp_path, others, version=1)))["whole"]
+    assert opened == ["settled", "open", "closed"] and worker.moe_rl_recorder.weight_version == 1
+
+
 def test_what_is_no_update_is_refused_and_touches_nothing(worker, others, tmp_path):
     from moe_rl.weights.receiver import take
 
