@@ -14,6 +14,7 @@ import logging
 import re
 import unicodedata
 from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -207,7 +208,7 @@ def _equal(right: list[Any], expected: str, text: str, said: str, right_text: st
     if isinstance(given[0] if given else None, Tuple) and _assignments(right):
         right = [Tuple(*(equation.rhs for equation in right[0]._unsorted_args))]
     if _symbols(right) == _symbols(given) != {"?"} and all(isinstance(side[0], And) for side in (right, given)):
-        right, given = ([side[0].as_set()] if len(side[0].free_symbols) == 1 else side for side in (right, given))
+        right, given = map(_as_set, (right, given))
     if _symbols(right) | _symbols(given) == {"i"}:
         right, given = _complex(right), _complex(given)
     equal = verify(
@@ -319,8 +320,18 @@ def _symbols(parsed: list[Any]) -> set[str]:
 
 
 def _complex(parsed: list[Any]) -> list[Any]:
-    """Replace the symbol i by the imaginary unit."""
-    return [parsed[0].xreplace(dict.fromkeys(parsed[0].free_symbols, I)), *parsed[1:]]
+    """Replace the symbol i by the imaginary unit, except in inequalities."""
+    with suppress(TypeError):
+        return [parsed[0].xreplace(dict.fromkeys(parsed[0].free_symbols, I)), *parsed[1:]]
+    return parsed
+
+
+def _as_set(parsed: list[Any]) -> list[Any]:
+    """Replace conditions on one variable by the set of its values, unless the library cannot find it."""
+    if len(parsed[0].free_symbols) == 1:
+        with suppress(NotImplementedError, ValueError, TypeError):
+            return [parsed[0].as_set()]
+    return parsed
 
 
 def _assignments(parsed: list[Any]) -> bool:
