@@ -136,12 +136,13 @@ def gateway_over(
     stops, limits = stop_tokens(config, facts), config.gateway
     codec = TextCodec(config.model.path, stops)
     renderer.refuse_endless(codec, facts, config.rollout)
+    most = _MOST_SAMPLES if config.rollout.servers else config.rollout.max_concurrent
     bounds = SamplerBounds(
         max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
         vocabulary=facts.vocab,
         reads_text=reads_text,
         keeps_support=config.rollout.keep_sampling_mask,
-        at_once=min(config.rollout.max_concurrent, _MOST_SAMPLES),
+        at_once=min(config.rollout.max_concurrent, most),
     )
     usual = SessionLimits(limits.session_tokens, limits.session_turns, limits.session_seconds)
     return AgentGateway(
