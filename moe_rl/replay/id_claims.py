@@ -21,7 +21,7 @@ from moe_rl.replay.claims import Bets, Clusters, log_e
 from moe_rl.replay.regret import Regret, RowsSeen, same_groups
 
 _DEEP, _NEAR = 0.5, 0.1  # regret of a deeply wrong id, and of an id beyond a near tie
-_APART, _RANDOM = 0.5, 0.75
+_APART = 0.5
 _MOST_WRONG = 3
 _LEAST_HITS = 5
 # Share of a layer's rows that the fault "some rows" changes. It is told in 10%: other rows show less than the planted.
@@ -29,7 +29,7 @@ _SHARE = 0.08
 
 
 # Faults are planted into a part of the clusters, but not into fewer than this.
-_PLANTED = 256
+_PLANTED = 512
 
 ONE, SAME, MIXED = range(3)
 
@@ -113,15 +113,15 @@ class IdRows:
         ):
             count = whole.new_zeros(len(of), *whole.shape).scatter_add_(2, key[: len(of)], of.float())
             mean = count.sum(2, keepdim=True) / whole.sum(1, keepdim=True).clamp(min=1)
-            many = (count >= _LEAST_HITS) & (count >= 2 * mean * whole)
+            many = (count * self.scale >= _LEAST_HITS) & (count >= 2 * mean * whole)
             kept[: len(of)] &= ~(many.gather(2, key[: len(of)]) & of)
         return kept
 
 
 def id_rows(seen: RowsSeen) -> tuple[IdRows, IdRows]:
     """Return the fine rows as recorded, and some of them with faults planted: ONE id replaced in every row; the SAME
-    expert, of median load, in every row; some rows MIXED with others. Raises ReplayError if a row names an expert
-    twice."""
+    expert in every row, of those that the router leaves out of half the one that stands out least; some rows MIXED with
+    others. Raises ReplayError if a row names an expert twice."""
     rows, indices, fine = seen.watched.rows, seen.watched.fine, seen.fine
     lag, token = rows.lag[indices], rows.token[indices]
     # Older weights may be wrong in the same way wherever a token is.
@@ -159,21 +159,28 @@ def id_rows(seen: RowsSeen) -> tuple[IdRows, IdRows]:
         seen.on_device(rng.integers(0, below, (len(some), 1))).expand(len(ids), -1, -1)
         for below in (seen.experts, seen.top_k)
     )
-    median = torch.argsort(record.load)[:, seen.experts // 2, None, None]
+    regret, out = fine.regret.pick(here), (~chosen).float()
+    depth = (regret.each() * out).sum(1) / out.sum(1).clamp(min=1)  # [L, E]
+    least = torch.where(_seldom(record), depth, math.inf).argmin(1)[:, None, None]
     single, same = (
         ids.scatter(2, slot, torch.where(recorded.gather(2, id), ids.gather(2, slot), id))
-        for id in (new, median.expand_as(new))
+        for id in (new, least.expand_as(new))
     )
     mixed = seen.on_device(rng.random((len(some), 1)) < _SHARE)
     versions = torch.stack((single, same, torch.where(mixed, fine.ids[:, fine.other[here]], ids)))
-    wrong = Wrong.of(versions, choice, fine.regret.pick(here), chosen, seen.groups)
+    wrong = Wrong.of(versions, choice, regret, chosen, seen.groups)
     return record, of(wrong, recorded, chosen, choice, some, count / total)
+
+
+def _seldom(rows: IdRows) -> Tensor:
+    """Return bool [L, E]: experts that the router leaves out of half of the rows."""
+    return rows.load <= 0.5 * rows.chosen.shape[1]
 
 
 def single_ids(seen: RowsSeen, record: IdRows, planted: IdRows) -> Bets | None:
     """Make the tests of the claim "single ids": are one, two or three ids of each row deeply wrong, in a layer or in
     all? Noise of equal size for all experts of a row does this to less than half of the rows."""
-    if seen.top_k < 2:
+    if seen.top_k < 2 or seen.far:
         return None
     counts = [*range(1, min(seen.top_k - 1, _MOST_WRONG) + 1)]
     of, wanted = record.wrong, torch.tensor(counts, device=record.lag.device)[:, None, None]
@@ -204,9 +211,9 @@ def _always(seen: RowsSeen, rows: IdRows, version: int, everywhere: Tensor | boo
     count, depth, come, inside = (getattr(rows.wrong, name)[version] for name in ("count", "depth", "come", "inside"))
     single = ((count == 1) & inside).float()
     hits, deep = (torch.zeros_like(rows.load).scatter_add_(1, come, x) for x in (single, single * depth))
-    seldom = (rows.load <= 0.5 * single.shape[1]) & (deep >= _RANDOM * hits) & (hits * rows.scale >= 32)
+    told = _seldom(rows) & (deep >= _DEEP * hits) & (hits * rows.scale >= 32)
     apart = seen.fine.apart.mean(1) >= _APART
-    return torch.where((seldom & everywhere & seen.fresh).any(1) & apart, math.inf, -math.inf).double()
+    return torch.where((told & everywhere & seen.fresh).any(1) & apart, math.inf, -math.inf).double()
 
 
 def some_rows(seen: RowsSeen, record: IdRows, planted: IdRows) -> Bets | None:
@@ -214,7 +221,7 @@ def some_rows(seen: RowsSeen, record: IdRows, planted: IdRows) -> Bets | None:
     more frequent than errors just beyond a near tie? Noise has no second hump. The planted fault exchanges 8% of the
     rows for other rows."""
     layers = len(seen.layers)
-    if layers < 2:
+    if layers < 2 or seen.far:
         return None
     deep = (record.wrong.count > 0) & (record.wrong.depth > _DEEP)
     # A row of other groups is no error of single ids, but it is not sound either.

@@ -100,6 +100,10 @@ def layer_tests(sample: LayerSample, layers: Seq[int], *, fresh: bool) -> tuple[
     e, planted = log_e(torch.stack((x, -x), 1)).transpose(1, 2)  # [shifts, L record, L witness]
     mean = ((other * near).sum(0) / near.sum(0).clamp(min=1)).transpose(0, 1)
     own_mean = here.mean(0)
+    # Rows from another place fit it no worse than where they are. An almost constant record gains nothing on its own
+    # rows, and by chance may gain on others, which it fits far worse.
+    gap = mean - own_mean.diagonal()[:, None]
+    e, planted = torch.where(gap > 0, e.clamp(max=0), e), torch.where(gap < 0, planted.clamp(max=0), planted)
     limit = fresh and len(kept) >= _LEAST_ROWS
     rest = ~torch.eye(count, dtype=torch.bool, device=device)
 

@@ -325,7 +325,7 @@ ALL = (
         "Learning rate x updates since the oldest row was sampled: about the largest distance of a weight from its "
         "value then.",
         "Above 0.005: routes of older weights may be unrelated to their rows. Then the claims prompts, completions, "
-        "no_rows and pieces are weak."),
+        "no_rows, pieces, single_ids and some_rows are weak."),
     Metric("routing/proven/<name>", "fraction", "higher", MEASURED, R3,
         "Fraction of the ranks on which the alignment test has proven this claim: it would have refused 95% of the "
         "faults that it planted into this step. docs/internals/alignment.md lists the claims.",

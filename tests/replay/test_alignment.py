@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks import alarms
+from benchmarks.alarm_parts.faults import FAULTS as FAULTS_OF_THE_ZOO
 from benchmarks.alarm_parts.faults import is_fault
 from benchmarks.alarm_parts.models import FAMILIES, RATES, STALENESS, Setting, rollouts, settings
 from benchmarks.alarm_parts.zoo import NAMED, Shape, healthy
@@ -321,9 +322,27 @@ def test_healthy_passes_that_are_hard_to_tell_apart_are_not_refused(shape):
         assert not found.faults, (seed, found.faults)
 
 
+def test_an_almost_constant_record_does_not_belong_to_a_layer_that_it_fits_worse():
+    """Biases decide, so it gains nothing on its own rows. On those of other layers it may, by chance."""
+    shape = Shape(layers=48, experts=8, top_k=1, text="random", siblings=1, prompt_tokens=4, completion_tokens=40,
+                  vocabulary=5000, shared=0.1, bias=2.0, trained=True, averaging=True, sharp=0.8, noise=1e-4,
+                  trainer_noise=0.0, drift=0.3, offset=0.3, microbatches=4, cells=600_000)  # fmt: skip
+    history = History()
+    for step in range(4):
+        assert healthy(shape, 5041, step).judge(history=history).faults == []
+
+
+def test_a_busy_expert_in_every_row_is_refused():
+    """The router chooses it for 22% of the rows, and nearly for others."""
+    one = healthy(NAMED["tiny_moe_cpu"], 246)
+    record = FAULTS_OF_THE_ZOO["an expert in every row"][1](one, np.random.default_rng([1968, 1]))
+    assert one.judge(record).faults == ["layer 4 has an expert in every row"]
+
+
 def test_routes_of_weights_that_moved_far_are_not_refused_as_unrelated_but_weak():
     """Scores moved by fifty times their size, so the record is unrelated to its rows."""
-    one, unrelated = Pass(0, tokens=300, lag=2, drift=50.0), ("prompts", "completions", "no rows", "pieces")
+    one = Pass(0, tokens=300, lag=2, drift=50.0)
+    unrelated = ("prompts", "completions", "no rows", "pieces", "single ids", "some rows")
     assert "no rows" in refused(one.test(moves=FAR / 2))
     found = one.test(moves=0.6 * FAR)
     assert not found.faults and found.moved == 1.2 * FAR
