@@ -122,12 +122,27 @@ def locked_manifest(root: Path) -> Iterator[ManifestFile]:
             if new:
                 sync(root)
             _lock(fd)
-            # Another writer may have replaced the file between the two calls above.
-            if os.fstat(fd).st_nlink:
+            if _named(path, fd):  # another writer may have replaced the file between the two calls above
                 yield ManifestFile(root, fd)
                 return
         finally:
             os.close(fd)
+
+
+def _named(path: Path, fd: int) -> bool:
+    """Return whether the open file still has this name.
+
+    The name is opened again, because NFS looks it up anew only then; and there a replaced file that a process has open
+    keeps a link.
+    """
+    try:
+        again = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        return os.path.samestat(os.fstat(fd), os.fstat(again))
+    finally:
+        os.close(again)
 
 
 def _lock(fd: int) -> None:

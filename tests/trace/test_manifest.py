@@ -254,7 +254,9 @@ def test_a_step_costs_the_same_after_many_steps(tmp_path, monkeypatch):
     assert trainer.unpublished() == []
 
 
-def test_a_writer_that_waited_for_a_replaced_manifest_writes_to_the_new_one(tmp_path):
+@pytest.mark.parametrize("nfs", [False, True])
+def test_a_writer_that_waited_for_a_replaced_manifest_writes_to_the_new_one(tmp_path, nfs):
+    """NFS gives a replaced file that a process has open another name."""
     for name in "abc":
         _line_of(tmp_path, "published", name)
     with locked_manifest(tmp_path) as manifest:
@@ -262,6 +264,8 @@ def test_a_writer_that_waited_for_a_replaced_manifest_writes_to_the_new_one(tmp_
         waiting.start()
         waiting.join(0.2)
         manifest.append("removed", "b")
+        if nfs:
+            os.link(tmp_path / MANIFEST, tmp_path / ".nfs0000000000000001")
         manifest.compact()
         manifest.append("published", "e", digest="e", bytes=1, records=0)
         waiting.join(0.2)
