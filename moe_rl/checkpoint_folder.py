@@ -12,6 +12,7 @@ folder, it names a checkpoint that does not exist.
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import time
@@ -88,9 +89,15 @@ def to_resume_instead(path: Path) -> str:
 
 
 def sweep(folder: Path) -> None:
-    """Remove unfinished checkpoints that killed processes left behind."""
+    """Remove unfinished checkpoints that killed processes left behind, and old ones that `publish` could not remove."""
     for left in folder.glob(".step-*.tmp"):
-        shutil.rmtree(left)
+        shutil.rmtree(left, onexc=_unless_open)
+
+
+def _unless_open(_: object, path: str, error: BaseException) -> None:
+    """Leave a folder of which a process of this host has a file open: on NFS the file keeps a name until then."""
+    if not (isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EBUSY)):
+        raise error
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -170,7 +177,7 @@ def publish(hidden: Path, step: int, *, keep: int | None, best: int | None = Non
         # Rename before deleting: a half-deleted folder must not look complete.
         doomed = old.with_name(f".{old.name}.tmp")
         old.rename(doomed)
-        shutil.rmtree(doomed)
+        shutil.rmtree(doomed, onexc=_unless_open)
     return final
 
 

@@ -1,5 +1,7 @@
 """Tests the folder of checkpoints: which ones are complete, how one is published, which ones are put aside."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -62,6 +64,25 @@ def test_what_a_dead_process_left_goes_with_the_next(tmp_path):
     (checkpoints.begin(tmp_path, 3) / "half").write_text("x")
     hidden = checkpoints.begin(tmp_path, 5)
     assert names(tmp_path) == [hidden.name] and not list(hidden.iterdir())
+
+
+def test_an_old_one_of_which_a_file_is_open_stays_until_the_next_start(tmp_path, monkeypatch):
+    """NFS renames such a file instead of removing it, so its folder is not empty."""
+    add(tmp_path, 2, 4)
+    remove = os.rmdir
+
+    def in_use(path, **options):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(os, "rmdir", in_use)
+    add(tmp_path, 6)
+    assert names(tmp_path) == [".step-000002.tmp", "step-000004", "step-000006"]
+    monkeypatch.setattr(os, "rmdir", remove)
+    checkpoints.sweep(tmp_path)
+    assert names(tmp_path) == ["step-000004", "step-000006"]
+    monkeypatch.setattr(shutil.os, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no")))
+    with pytest.raises(PermissionError):
+        add(tmp_path, 8)
 
 
 def test_what_is_not_there_is_told_with_what_is(tmp_path):

@@ -144,8 +144,8 @@ def _set_weights(policy: Policy | ReferencePolicy, loaded: dict) -> None:
 
 def run_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Return the `tensors` given to `save`. Call it after `load`, which checks the digests."""
-    file = path / RUN_TENSORS
-    return load_file(file) if file.is_file() else {}
+    file = path / RUN_TENSORS  # not kept open: the run removes it when the checkpoint is old
+    return {name: tensor.clone() for name, tensor in load_file(file).items()} if file.is_file() else {}
 
 
 def load_weights(path: Path, policy: Policy | ReferencePolicy) -> dict:

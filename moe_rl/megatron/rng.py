@@ -39,5 +39,6 @@ def set_state(saved: dict[str, torch.Tensor]) -> None:
     """Restore every generator to what `state` returned on a rank of the same layout and kind of device."""
     torch.cuda.set_rng_state(saved["device"])
     torch.set_rng_state(saved["host"])
-    streams = {name.removeprefix("tracker."): s for name, s in saved.items() if name.startswith("tracker.")}
+    # Copies: the tracker keeps them, and tensors of a file keep it open, so that NFS could not remove its folder.
+    streams = {name.removeprefix("tracker."): s.clone() for name, s in saved.items() if name.startswith("tracker.")}
     tensor_parallel.get_cuda_rng_tracker().set_states(streams)
