@@ -95,7 +95,8 @@ def every_problem(
             all_problems += wrong + replay_problems(config, task)
         sampled = config.run.replays is None
         if config.rollout.servers and sampled and first and not absent + all_problems:
-            all_problems += attach_problems(config, facts, folder.path.parent if folder else config.run.runs_dir)
+            runs_dir = folder.path.parent if folder else config.run.runs_dir
+            all_problems += attach_problems(config, facts, runs_dir, sampled=folder is not None)
     return absent + all_problems, task
 
 

@@ -160,8 +160,9 @@ def run(options: argparse.Namespace) -> int:
         if under_torchrun and not first:
             time.sleep(_FIRST_TELLS_SECONDS)
         who = f" {socket.gethostname()}:" if several_nodes(os.environ) else ""
-        tell(f"moe_rl:{who} {error}", 2, aloud=first or under_torchrun)
-        return 2
+        status = LOST if isinstance(error, SamplerGone) else 2
+        tell(f"moe_rl:{who} {error}", status, aloud=first or under_torchrun)
+        return status
     # torch and megatron are imported only here, so that a plan or a mistake in the config does not wait for them.
     from torch import AcceleratorError
     from torch.distributed import DistBackendError

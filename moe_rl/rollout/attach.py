@@ -11,23 +11,37 @@ from pathlib import Path
 
 import moe_rl
 from moe_rl.config.schema import Config
-from moe_rl.errors import About, EngineError, Problem, describe
+from moe_rl.errors import About, EngineError, Problem, SamplerGone, describe
 from moe_rl.models.facts import ModelFacts
 from moe_rl.rollout.server import VllmServer
 from moe_rl.trace import TraceSpec
 from moe_rl.vllm.control import Served
 
 
-def attach_problems(config: Config, facts: ModelFacts, runs_dir: Path) -> list[Problem]:
+def attach_problems(config: Config, facts: ModelFacts, runs_dir: Path, *, sampled: bool = False) -> list[Problem]:
     """Return why the config's servers cannot sample for a run below `runs_dir`, one message each.
 
     Writes and removes a small file there, to prove that both sides see the same folder.
+
+    Args:
+        sampled: The servers of this config have sampled for the run.
+
+    Raises:
+        SamplerGone: They have, and the only problem is that some do not answer.
     """
     try:
         servers = servers_of(config)
     except EngineError as error:
         return error.problems
-    return asyncio.run(_problems(config, facts, runs_dir, servers))
+    problems, silent = asyncio.run(_problems(config, facts, runs_dir, servers))
+    if sampled and silent and len(silent) == len(problems):
+        raise SamplerGone(
+            "servers do not answer",
+            where={"key": "rollout.servers"},
+            got=", ".join(silent),
+            do="read their logs, start them again, and resume the run again",
+        )
+    return problems
 
 
 def servers_of(config: Config, folder: str = "") -> list[VllmServer]:
@@ -50,21 +64,25 @@ def servers_of(config: Config, folder: str = "") -> list[VllmServer]:
     ]
 
 
-async def _problems(config: Config, facts: ModelFacts, runs_dir: Path, servers: Sequence[VllmServer]) -> list[Problem]:
+async def _problems(
+    config: Config, facts: ModelFacts, runs_dir: Path, servers: Sequence[VllmServer]
+) -> tuple[list[Problem], list[str]]:
+    """Return the problems, and the addresses of the servers that do not answer."""
     answers = await asyncio.gather(*(server.served() for server in servers), return_exceptions=True)
-    problems, served = list[Problem](), dict[VllmServer, Served]()
+    problems, silent, served = list[Problem](), list[str](), dict[VllmServer, Served]()
     for server, answer in zip(servers, answers, strict=True):
         if isinstance(answer, Served):
             served[server] = answer
             problems += _differences(config, facts, server.url, answer)
         elif isinstance(answer, EngineError):
             problems.append(answer.message)
+            silent += [server.url] if answer.message.fault == "silent" else []
         else:
             problems.append(describe("no answer", where={"url": server.url}, got=repr(answer)))
     problems += _among_each_other({server.url: answer for server, answer in served.items()})
     if not problems:
         problems += [text for server in servers if (text := await folder_problem(server, runs_dir, ""))]
-    return problems
+    return problems, silent
 
 
 def _differences(config: Config, facts: ModelFacts, url: str, served: Served) -> Iterator[Problem]:

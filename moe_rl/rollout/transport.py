@@ -188,11 +188,13 @@ class Transport:
                 yield response
         except httpx.TimeoutException:
             got = f"no sign of life for {seconds or self.timeout:g} s"
-            raise EngineError("The vLLM server hangs", where=where, got=got, do="read its log") from None
+            raise EngineError(
+                "The vLLM server hangs", where=where, got=got, do="read its log", fault="silent"
+            ) from None
         except httpx.TransportError as error:
             got = f"{type(error).__name__}: {error}".rstrip(": .")  # some errors have no message
             raise EngineError(
-                "The vLLM server cannot be reached", where=where, got=got, do="see whether it runs"
+                "The vLLM server cannot be reached", where=where, got=got, do="see whether it runs", fault="silent"
             ) from None
 
     def decode(self, text: str | bytes, answer: msgspec.json.Decoder):
