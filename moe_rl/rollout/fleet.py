@@ -330,7 +330,7 @@ class ServerFleet:
         self._returning.discard(number)
         try:
             async with asyncio.timeout(_ASK_SECONDS):
-                mine, *others = [await peer.served() for peer in (server, *self.servers.values())]
+                mine, *others = await all_of(peer.served() for peer in (server, *self.servers.values()))
                 if _same(mine) not in map(_same, others):
                     print(f"moe_rl: server {number} came back as another server", file=sys.stderr, flush=True)
                     return
