@@ -302,7 +302,9 @@ class NcclGroup:
 
         if rank == 0:
             store.set("moe_rl/nccl", bytes(NCCLLibrary().ncclGetUniqueId().internal))
-        self._group = uid_init_process_group(store.get("moe_rl/nccl"), rank, size, device)
+        # Otherwise vLLM gives this thread a stream of its own for good, and no other thread waits for what runs there.
+        with torch.cuda.stream(torch.cuda.current_stream(device)):
+            self._group = uid_init_process_group(store.get("moe_rl/nccl"), rank, size, device)
         self._stream = torch.cuda.Stream(device)
 
     def start(self, octets: Tensor) -> Callable[[], object]:

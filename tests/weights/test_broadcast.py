@@ -88,19 +88,22 @@ def test_bytes_over_nccl_belong_to_the_stream_of_the_caller(monkeypatch):
 
     from moe_rl.weights.broadcast import NcclGroup
 
-    told = []
+    told, entered = [], []
     caller = SimpleNamespace(wait_event=lambda event: told.append(("caller waits for", event)))
     own = SimpleNamespace(wait_stream=lambda stream: told.append(("stream waits for", stream)),
                           record_event=lambda: "the broadcast")  # fmt: skip
     library = SimpleNamespace(ncclGetUniqueId=lambda: SimpleNamespace(internal=b"id"))
     group = SimpleNamespace(broadcast=lambda octets, source, stream: told.append((octets, source, stream)))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: caller)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: caller)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(entered.append(stream)))
     monkeypatch.setattr(pynccl_wrapper, "NCCLLibrary", lambda: library)
     joined = []
-    monkeypatch.setattr(nccl_common, "uid_init_process_group", lambda *about: joined.append(about) or group)
+    monkeypatch.setattr(
+        nccl_common, "uid_init_process_group", lambda *about: joined.append((*about, *entered)) or group
+    )
     wait = NcclGroup(HashStore(), 0, 3, CPU).start("octets")
-    assert told == [("stream waits for", caller), ("octets", 0, own)] and joined == [(b"id", 0, 3, CPU)]
+    assert told == [("stream waits for", caller), ("octets", 0, own)] and joined == [(b"id", 0, 3, CPU, caller)]
     wait()
     assert told[2:] == [("caller waits for", "the broadcast")]
 
