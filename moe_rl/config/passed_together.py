@@ -142,6 +142,36 @@ def combination_problems(
                 got=value,
                 do=f"remove it, or set {needed}",
             )
+    low = [key for key in ("fp8", "fp4") if train.megatron.get(key)]
+    recipe = train.megatron.get("fp8_recipe", "delayed")
+    if low and parallel.tensor > 1:
+        yield describe(
+            "a rank's rows are a multiple of 8 / parallel.tensor, and TransformerEngine needs one of 8",
+            where={"key": f"train.megatron.{low[0]}", "given": f"parallel.tensor is {parallel.tensor}"},
+            got=train.megatron[low[0]],
+            do="remove it, or set parallel.tensor to 1",
+        )
+    if low and (low != ["fp8"] or recipe in ("mxfp8", "blockwise")):
+        yield describe(
+            "rows are padded to a multiple of 8, and this format needs more",
+            where={"key": "train.megatron.fp8_recipe" if low == ["fp8"] else "train.megatron.fp4"},
+            got=recipe if low == ["fp8"] else train.megatron["fp4"],
+            expected="fp8 with the recipe delayed or tensorwise",
+        )
+    if low and "moe" in (train.megatron.get("recompute_modules") or ()):
+        yield describe(
+            "experts would be recomputed in another precision than the forward pass had",
+            where={"key": "train.megatron.recompute_modules", "given": f"train.megatron.{low[0]} is set"},
+            got="moe",
+            do=f"remove moe, or train.megatron.{low[0]}",
+        )
+    if facts is not None and facts.latent is not None and train.megatron.get("apply_rope_fusion"):
+        yield describe(
+            "latent attention takes its angles from moe_rl, which has them for packed sequences alone",
+            where={"key": "train.megatron.apply_rope_fusion"},
+            got=True,
+            expected=False,
+        )
     if apart and experts != "natural":
         yield describe(
             "experts cannot move, because the optimizer holds their state itself",

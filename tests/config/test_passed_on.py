@@ -10,7 +10,8 @@ from moe_rl.config.bypasses import _BYPASSES
 from moe_rl.config.check import config_problems
 from moe_rl.config.load import dump_config, load_config
 from moe_rl.config.passed_on import MEGATRON, OPTIMIZER, VLLM, _reason, fields, needs_engine, not_planned
-from moe_rl.models.hf import read_model
+from moe_rl.config.passed_together import combination_problems
+from moe_rl.models.hf import read_model, read_published
 from moe_rl.planning.cluster_plan import make_plan
 from moe_rl.planning.plan_table import render
 from tests.support.refusals import tells
@@ -125,6 +126,27 @@ def test_a_key_is_taken_where_it_has_an_effect(override, with_it):
     config = load_config(CONFIG, [override, *[with_it] * bool(with_it)])
     told = config_problems(config, read_model(config.model.path) if with_it else None, 2)
     assert override.partition("=")[0] not in [problem.about.get("key") for problem in told]
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("parallel.tensor=2", "fp8"),  # TransformerEngine needs 8 rows, a rank has a multiple of 4
+        ("train.megatron.fp8_recipe=mxfp8", "fp8_recipe"),
+        ("train.megatron.fp4=e2m1", "fp4"),
+        ("train.megatron.recompute_modules=[core_attn, moe]", "recompute_modules"),
+        ("train.megatron.apply_rope_fusion=true", "apply_rope_fusion"),
+    ],
+)
+def test_what_float8_and_latent_attention_do_not_go_with(setting, key):
+    def keys(*more):
+        config = load_config(CONFIG, ["train.megatron.fp8=hybrid", *more])
+        problems = combination_problems(config.train, config.parallel, facts)
+        return [problem.about["key"].removeprefix("train.megatron.") for problem in problems]
+
+    facts = read_published("configs/models/deepseek_v3.json")
+    assert keys("train.megatron.fp8_recipe=tensorwise", "train.megatron.recompute_modules=[core_attn]") == []
+    assert keys(setting) == [key]
 
 
 def test_a_key_that_is_taken_has_a_reader():
