@@ -11,12 +11,12 @@ that file in its table of failures, and `moe-rl train --ranks` reads the exit st
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -116,10 +116,24 @@ def report(folder: Path, rank: int, evidence: Evidence) -> dict[str, int]:
     path = folder / FOLDER / f"rank{rank:05d}"
     with suppress(OSError):  # the ranks end anyway, and their message says more than this error
         path.parent.mkdir(exist_ok=True)
-        with path.with_suffix(".stacks").open("w") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
+        path.with_suffix(".stacks").write_text(_stacks(), encoding="utf-8")
         path.with_suffix(".collectives.json").write_bytes(record)
     return begun
+
+
+def _stacks() -> str:
+    """Return the stacks of all threads, that of the main thread first.
+
+    `faulthandler` shows the 100 newest threads at most. No source is read: it may be on the disk that hangs.
+    """
+    names, main = {thread.ident: thread.name for thread in threading.enumerate()}, threading.main_thread().ident
+    text = ""
+    for thread, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        text += f"Thread {names.get(thread, thread)} (most recent call first):\n"
+        for caller, line in traceback.walk_stack(frame):
+            text += f'  File "{caller.f_code.co_filename}", line {line} in {caller.f_code.co_name}\n'
+        text += "\n"
+    return text
 
 
 def late(states: Mapping[int, Mapping[str, Any]]) -> tuple[int, str]:

@@ -62,6 +62,19 @@ def test_a_record_that_cannot_be_read_leaves_the_stacks(tmp_path):
     assert "test_hangs.py" in (tmp_path / "hang/rank00003.stacks").read_text()
 
 
+def test_the_main_thread_is_first_among_the_stacks_of_many_threads(tmp_path):
+    ends, test = threading.Event(), "test_the_main_thread_is_first_among_the_stacks_of_many_threads"
+    threads = [threading.Thread(target=ends.wait) for _ in range(120)]
+    for thread in threads:
+        thread.start()
+    report(tmp_path, 3, lambda: ({}, b""))
+    ends.set()
+    stacks = (tmp_path / "hang/rank00003.stacks").read_text().split("\n\n")
+    assert stacks[0].startswith("Thread MainThread ") and f" in {test}" in stacks[0] and len(stacks) > 120
+    for thread in threads:
+        thread.join()
+
+
 def test_a_record_that_never_comes_leaves_the_stacks(tmp_path, monkeypatch):
     """Torch may wait for a lock that the hang itself holds."""
     monkeypatch.setattr(hangs, "_EVIDENCE_SECONDS", 0.05)
