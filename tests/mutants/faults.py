@@ -343,7 +343,7 @@ MUTANTS: list[Mutant] = [
         (
             "line written to a replaced manifest",
             "manifest.py",
-            "if os.fstat(fd).st_nlink:",
+            "if _named(path, fd):",
             "if True:",
             "The shard of a writer that waited for the lock has no line in the manifest.",
             "tests/trace/test_manifest.py",
