@@ -17,6 +17,9 @@ from pathlib import Path
 
 from moe_rl.errors import About, DiskError, Problem, describe
 
+# How long a shard may take to be published while nothing is sampled: a disk may sync gigabytes.
+PUBLISH_SECONDS = 600.0
+
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",

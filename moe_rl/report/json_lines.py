@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from moe_rl.disk import write_all, write_whole, writing
+from moe_rl.disk import write_all, writing
 from moe_rl.errors import About, MoeRLError
 
 
@@ -38,9 +38,16 @@ class StepFile[T]:
 
     def rewind(self, step: int) -> None:
         """Drop the lines of `step` and later steps, and a last line that was cut short."""
-        if self._path.exists():
-            kept = [line for line in read_lines(self._path, self._kind) if line.step < step]  # type: ignore[attr-defined]
-            write_whole(self._path, encode(kept), self._what)
+        if not self._path.exists():
+            return
+        kept = 0
+        with writing(f"{self._what} could not be cut", self._path), self._path.open("r+b") as file:
+            for number, line in enumerate(file, start=1):
+                torn = not line.endswith(b"\n")
+                if torn or _decoded(self._path, number, line, self._kind).step >= step:  # type: ignore[attr-defined]
+                    file.truncate(kept)
+                    return
+                kept += len(line)
 
 
 def read_lines[T](path: Path, kind: type[T]) -> list[T]:
@@ -52,12 +59,13 @@ def read_lines[T](path: Path, kind: type[T]) -> list[T]:
     if not path.exists():
         return []
     *lines, _ = path.read_bytes().split(b"\n")
-    values = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            values.append(msgspec.json.decode(line, type=kind))
-        except msgspec.MsgspecError as error:
-            where: About = {"file": path, "line": number}
-            what, expected = "a line of the run is damaged", f"one {kind.__name__} as a JSON object"
-            raise MoeRLError(what, where=where, got=error, expected=expected, do="delete that line") from error
-    return values
+    return [_decoded(path, number, line, kind) for number, line in enumerate(lines, start=1)]
+
+
+def _decoded[T](path: Path, number: int, line: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.MsgspecError as error:
+        where: About = {"file": path, "line": number}
+        what, expected = "a line of the run is damaged", f"one {kind.__name__} as a JSON object"
+        raise MoeRLError(what, where=where, got=error, expected=expected, do="delete that line") from error

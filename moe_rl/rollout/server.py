@@ -23,6 +23,7 @@ import httpx
 import msgspec
 import numpy as np
 
+from moe_rl.disk import PUBLISH_SECONDS
 from moe_rl.errors import EngineError
 from moe_rl.rollout.sampler import CallOptions, Hears, nobody
 from moe_rl.rollout.transport import Transport, collect
@@ -194,7 +195,7 @@ class VllmServer:
                         part = slice(start, start + size)
                         tokens = sampling.forwarded(requests[part], asks[part], samples[part])
                         message = Publish(shard, *tokens, keep_open or part.stop < len(requests))
-                        refs |= await self._watched(client, "POST", "/moe_rl/publish", message, _REFERENCES)
+                        refs |= await self._published(client, message)
             except BaseException:
                 if records and not keep_open:
                     await self._tidy(client, "/moe_rl/abandon", Sink(shard))
@@ -206,7 +207,7 @@ class VllmServer:
         if not keep_open:
             self._shards.pop(shard, None)
         message = Publish(shard, {}, keep_open=keep_open, cut=keep_open)
-        await self._watched(None, "POST", "/moe_rl/publish", message, _REFERENCES)
+        await self._published(None, message)
 
     async def pause(self) -> None:
         """Stop the server's forward passes; requests keep their KV cache."""
@@ -315,6 +316,10 @@ class VllmServer:
             async with asyncio.timeout(_TIDY_SECONDS):
                 await self._transport.call(client, "POST", path, message, _NOTHING)
 
+    async def _published(self, client: httpx.AsyncClient | None, message: Publish) -> dict[str, RouteRef]:
+        seconds = max(PUBLISH_SECONDS, self._transport.timeout)
+        return await self._watched(client, "POST", "/moe_rl/publish", message, _REFERENCES, seconds)
+
     async def _watched(
         self,
         client: httpx.AsyncClient | None,
@@ -322,22 +327,25 @@ class VllmServer:
         path: str,
         message: msgspec.Struct | None,
         answer: msgspec.json.Decoder,
+        still: float | None = None,
     ):
         """Make a control call that may wait until an update is loaded, or behind running requests: it ends with an
         error only if the server hangs, see `_watch`."""
         call = asyncio.create_task(self._transport.call(client, method, path, message, answer, forever=True))
         try:
-            await _finished([call], [self._watch(client)])
+            await _finished([call], [self._watch(client, still)])
         finally:
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
         return call.result()
 
-    async def _watch(self, client: httpx.AsyncClient | None) -> None:
-        """Raise EngineError once the server forwards no token for timeout_seconds; otherwise never return.
+    async def _watch(self, client: httpx.AsyncClient | None, still: float | None = None) -> None:
+        """Raise EngineError once the server forwards no token for `still` seconds, or does not answer for
+        timeout_seconds; otherwise never return. still: default: timeout_seconds.
 
         A paused server may load weights, and answers nothing meanwhile.
         """
+        still = self._transport.timeout if still is None else still
         forwarded, since = -1, time.monotonic()
         while True:
             await asyncio.sleep(self._transport.timeout / 4)
@@ -350,8 +358,8 @@ class VllmServer:
             now = sum(worker.get("forwarded", 0) for worker in stats)
             if now != forwarded or self.paused:
                 forwarded, since = now, time.monotonic()
-            elif time.monotonic() - since > self._transport.timeout:
-                got = f"requests, and no token of them forwarded for {self._transport.timeout:g} s"
+            elif time.monotonic() - since > still:
+                got = f"requests, and no token of them forwarded for {still:g} s"
                 raise EngineError("The vLLM server hangs", where={"url": self.url}, got=got, do="read its log")
 
 

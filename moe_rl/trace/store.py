@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import batched
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,9 @@ from moe_rl.trace.record import RecordInfo, RouteRecord, check_name
 from moe_rl.trace.shard import SUFFIX
 from moe_rl.trace.spans import cut_spans
 from moe_rl.types import RouteRef
+
+# How many shards are removed while other writers wait.
+_REMOVED_AT_ONCE = 100
 
 Rows = tuple[int, int]
 
@@ -225,8 +229,10 @@ class TraceStore:
         A shard that the manifest lists but that has no file, left by a removal or a writer that was killed, loses its
         line. Raises TraceError for the first shard that does not exist; those before it are deleted.
         """
-        if not shards:
-            return
+        for names in batched(shards, _REMOVED_AT_ONCE):
+            self._remove(names)
+
+    def _remove(self, shards: Sequence[str]) -> None:
         root, removed = self._local(), list[str]()
         paths = [root / (check_name(shard) + SUFFIX) for shard in shards]
         try:

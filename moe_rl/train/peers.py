@@ -171,7 +171,7 @@ class Peers:
         self.ranks, self.save_seconds = ranks, 0.0
         (self._phase, self._part), self._step, self._due = hangs.START, 0, 0.0
         self._asked: float | None = None
-        self._left = False
+        self._left, self._late, self._nudged = False, 0.0, False
         self._parent = os.getppid()
         self._done, self._said = threading.Event(), threading.Lock()
         self._seen: dict[int, tuple[int, float]] = {}
@@ -243,15 +243,22 @@ class Peers:
         return self._asked is not None
 
     @contextmanager
-    def to_be_left(self) -> Iterator[None]:
-        """Run work that may be interrupted anywhere: StopRequested is raised in it once this rank is asked to stop."""
-        self._left = True
+    def to_be_left(self, *, late: bool = False) -> Iterator[None]:
+        """Run work that may be interrupted anywhere: StopRequested is raised in it once this rank is asked to stop.
+
+        late: not before half of the time is over that saving leaves of the grace period.
+        """
+        self._left, self._late = True, max(0.0, self.grace - self.save_seconds) / 2 if late else 0.0
         try:
-            if self.asked:
+            if self._must_leave:
                 raise StopRequested
             yield
         finally:
             self._left = False
+
+    @property
+    def _must_leave(self) -> bool:
+        return self._left and self._asked is not None and time.monotonic() >= self._asked + self._late
 
     def save_took(self, seconds: float) -> None:
         """Record how long the last checkpoint took."""
@@ -285,6 +292,9 @@ class Peers:
             lost = self._lost()
             if lost is not None:
                 self._end(lost)
+            if self._must_leave and self._late and not self._nudged:
+                self._nudged = True
+                os.kill(os.getpid(), signal.SIGTERM)
             # Count only the time in which this process ran: while it was suspended, it could not hear of the others.
             self._look_for_hang(min(time.monotonic() - looked, 2 * _INTERVAL))
             if self._asked is not None and time.monotonic() > self._asked + self.grace:
@@ -321,7 +331,7 @@ class Peers:
             )
 
     def _interrupt(self, number, frame) -> None:
-        if number == signal.SIGTERM and self._left:
+        if number == signal.SIGTERM and self._left and (not self._late or self._must_leave):
             raise StopRequested
 
     def _hear(self, number: signal.Signals) -> None:
@@ -343,7 +353,7 @@ class Peers:
                     f"about {needed:.1f} s, more than checkpoint.grace_seconds = {self.grace:g}; {self._standing}",
                     STOPPED,
                 )
-        elif now > self._asked + _SAME_REQUEST:
+        elif now > self._asked + _SAME_REQUEST and not self._nudged:
             self._end(f"{self._here} was asked to stop a second time ({number.name}); {self._standing}", STOPPED)
 
     @property

@@ -295,11 +295,22 @@ class Trainer:
             what = "weights and optimizer" if start.from_optimizer else "weights"
             self.main.log.note(f"version 0: the {what} of {path}")
 
-    def settle(self, step: int, clock: Clock) -> None:
-        """Wait until the sampler no longer needs its current weights."""
+    def settle(self, step: int, clock: Clock) -> bool:
+        """Wait until the sampler no longer needs its current weights.
+
+        Returns:
+            Whether it is so, the same on all ranks. False if the run was asked to stop and cannot wait so long: then
+            this step is the last, and the resumed run samples the next batch with the weights of this step.
+        """
+        if not self.config.pipeline.ahead:
+            return True
+        settled = False
         if self.main is not None:
-            with self.peers.phase("wait for rollout", step):
+            with self.peers.phase("wait for rollout", step), suppress(StopRequested), self.peers.to_be_left(late=True):
                 self.main.rollouts.settle(clock)
+                settled = True
+        with self.peers.phase("agree", step):
+            return world.broadcast(settled, bool)
 
     def sync(self, version: int) -> dict[str, float]:
         """Send the trainer's weights to the sampler as `version`, then let both score the canary with them.

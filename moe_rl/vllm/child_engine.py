@@ -10,6 +10,7 @@ pause         vLLM makes no forward pass; requests keep their KV cache; weights 
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from moe_rl.disk import PUBLISH_SECONDS
 from moe_rl.errors import EngineError
 from moe_rl.types import Completion, GenerateRequest, RouteRef
 from moe_rl.vllm import arguments, sampling, wire
@@ -134,6 +136,7 @@ _DISCARDS_WEIGHTS = 2
 # How many tokens of ended completions are reported per step: 16,384 take 0.1 ms.
 _TOLD_TOKENS = 1 << 14
 _YIELDING = 10
+_PUBLISHED_POLL_SECONDS = 0.01
 
 
 class ChildEngine:
@@ -195,7 +198,7 @@ class ChildEngine:
             else:
                 self._source = WorkerSource(self._llm, settings.capture)
         (transfer,) = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
-        transfer.on_progress = pulse
+        self._pulse = transfer.on_progress = pulse
         self._vocabulary: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
         self._max_model_len = settings.max_model_len
         self._keeps = {"reads_text": settings.reads_text, "keeps_support": settings.support}
@@ -341,8 +344,13 @@ class ChildEngine:
                 if not call.publishes:
                     call.publish(source)
                     call.publishes = True
-                if not (wait or source.published(str(call.number))):
-                    return None
+                limit = time.monotonic() + PUBLISH_SECONDS
+                while not source.published(str(call.number)):
+                    if not wait:
+                        return None
+                    if time.monotonic() < limit:  # without signs of life the parent ends this process
+                        self._pulse()
+                    time.sleep(_PUBLISHED_POLL_SECONDS)
                 refs = source.references(str(call.number))
             reply: wire.Reply | Exception = call.reply(refs)
         except Exception as error:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -175,6 +176,25 @@ def test_a_batch_that_is_lost_is_sampled_again_and_told(ahead, tmp_path):
     assert run.wait() == 0, run.text()[-4000:]
     assert "Step 5 is sampled again" in run.text() and "damaged" in run.text()
     assert versions(folder, 5) == {4}
+
+
+@pytest.mark.nightly
+def test_a_stop_does_not_wait_for_a_batch_that_is_not_sampled_in_time(tmp_path):
+    """Its engines are stopped while it is sampled. The step that was trained meanwhile is saved."""
+    settings = [*AHEAD, "run.steps=5", "checkpoint.every_steps=5", "checkpoint.grace_seconds=20"]
+    run = Launch(tmp_path, *config(f"run.runs_dir={tmp_path}", *settings, "run.peer_timeout_seconds=120"))
+    run.until(lambda: "\n 2/5" in run.text())
+    for pid in run.processes():
+        if b"moe_rl.vllm.child" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            os.kill(pid, signal.SIGSTOP)
+    time.sleep(10)  # step 3 is trained, or waits for its batch
+    for rank in (0, 1):
+        os.kill(run.rank_pid(rank), signal.SIGTERM)
+    assert run.wait() != 0 and "the run was asked to stop" in run.text(), run.text()[-4000:]
+    done = int(re.search(r"did after step (\d+), with a checkpoint", run.text()).group(1))
+    again = Launch(tmp_path, "--resume", run.folder)
+    assert again.wait() == 0, again.text()[-4000:]
+    assert f"resumed after step {done}" in again.text() and len(proven(run.folder)) == 5
 
 
 def test_a_run_is_replayed_bit_for_bit_also_after_a_kill(ahead, tmp_path):

@@ -53,6 +53,8 @@ def test_samples_come_back_and_are_rewound(tmp_path):
     with (tmp_path / FILE).open("ab") as stream:
         stream.write(b'{"step": 4, "ke')  # cut short by a kill
     assert read_samples(tmp_path) == sum(steps, [])
+    file.rewind(5)
+    assert read_samples(tmp_path) == sum(steps, []) and (tmp_path / FILE).read_bytes().endswith(b"\n")
     file.rewind(3)
     file.write([other(3, key="again")])
     assert [line.key for line in read_samples(tmp_path)] == [LINE.key, "b", LINE.key, "again"]

@@ -6,6 +6,7 @@ One server runs for all of the module; the last test ends it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import json
 import os
@@ -638,6 +639,29 @@ def test_clients_say_what_is_wrong(server, requests_of, tmp_path):
     with pytest.raises(EngineError, match="cannot be reached"):
         VllmServer(url, stranger).stats()
     alive(server)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_shard_may_take_longer_to_publish_than_a_server_may_hang(tmp_path, monkeypatch, lives):
+    """Nothing is sampled meanwhile. A server that no longer answers still counts as hung."""
+    api_server.make_token(tmp_path / "token")
+    client = VllmServer("http://127.0.0.1:1", tmp_path / "token", timeout_seconds=0.2)
+
+    async def call(_, method, path, message, answer, seconds=None, *, forever=False):
+        if path == "/moe_rl/publish":
+            assert forever
+            await asyncio.sleep(1)
+            return {}
+        if not lives:
+            raise EngineError("no sign of life for 0.2 s")
+        return [{"forwarded": 7}]
+
+    monkeypatch.setattr(client._transport, "call", call)
+    with contextlib.nullcontext() if lives else pytest.raises(EngineError, match="no sign of life"):
+        asyncio.run(client.publish("s"))
+    monkeypatch.setattr("moe_rl.rollout.server.PUBLISH_SECONDS", 0.3)
+    with pytest.raises(EngineError):
+        asyncio.run(client.publish("s"))
 
 
 def test_many_threads_may_be_the_first_to_read_an_answer():

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from moe_rl.errors import RouteValidationError, TraceError
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, library
 from moe_rl.trace import store as store_module
+from moe_rl.trace.manifest import locked_manifest
 from moe_rl.trace.ranked import count_experts
 from moe_rl.types import Provenance, RoutePart, RouteRef, Span
 from tests.support.refusals import refused
@@ -433,6 +434,23 @@ def test_remove_and_a_new_shard_of_the_same_name(tmp_path, spec, write_shard, as
     assert_holds(store, kept)
     with refused(TraceError, fault="absent record", shard="s", record="step1/prompt0:0"):
         store.read(old.refs[0])
+
+
+def test_many_shards_are_removed_while_others_publish(tmp_path, spec, write_shard, monkeypatch):
+    """The manifest is locked for a few shards at a time."""
+    store, held = TraceStore(tmp_path), []
+    for name in "abcdf":
+        write_shard(tmp_path, name, spec)
+
+    def locked(root):
+        held.append(root)
+        return locked_manifest(root)
+
+    monkeypatch.setattr(store_module, "_REMOVED_AT_ONCE", 2)
+    monkeypatch.setattr(store_module, "locked_manifest", locked)
+    with refused(TraceError, shard="e", folder=tmp_path):
+        store.remove("a", "b", "c", "d", "e", "f")
+    assert len(held) == 3 and store.shards() == ["f"] and list(store.manifest().published) == ["f"]
 
 
 def test_a_stage_of_a_long_record_is_read_by_exact_ranges(tmp_path, random_routes, decoded, monkeypatch):

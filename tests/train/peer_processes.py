@@ -36,7 +36,7 @@ def run_rank(out, errors, port, folder, rank, how, count, apart):
     if apart:
         socket.gethostname = lambda: f"host{rank}"
     near = range(rank, rank + 1) if apart else None
-    grace = 60 if how == "patient" else 3
+    grace = {"patient": 60, "settling": 12}.get(how, 3)
     try:
         with Peers(
             folder,
@@ -91,9 +91,9 @@ def _do(how, peers, store):
             HERE.begin_microbatch(number)
             HERE.begin_layer(3 if how == "hang late" else 5)
             time.sleep(0.6)
-    if how == "sampling":
+    if how in ("sampling", "settling"):
         try:
-            with peers.to_be_left():
+            with peers.to_be_left(late=how == "settling"):
                 time.sleep(60)
         except StopRequested:
             print("left", flush=True)

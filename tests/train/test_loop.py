@@ -83,6 +83,29 @@ def test_rollouts_are_trained_on_when_all_of_them_are_kept(monkeypatch, where):
     assert (batch is None) == (where != "nowhere")
 
 
+@pytest.mark.parametrize(("ahead", "leaves"), [(0, False), (1, False), (1, True)])
+def test_a_stop_need_not_wait_for_the_next_batch(monkeypatch, ahead, leaves):
+    """Only a sampler that works ahead is waited for, and all ranks learn whether it was left."""
+    did = []
+
+    def settle(clock):
+        did.append("settle")
+        if leaves:
+            raise StopRequested
+
+    def left(*, late):
+        return nullcontext(did.append(f"late {late}"))
+
+    run = SimpleNamespace(
+        config=SimpleNamespace(pipeline=SimpleNamespace(ahead=ahead)),
+        main=SimpleNamespace(rollouts=SimpleNamespace(settle=settle)),
+        peers=SimpleNamespace(phase=lambda *_: nullcontext(), to_be_left=left),
+    )
+    monkeypatch.setattr(trainer.world, "broadcast", lambda settled, kind: did.append(settled) or settled)
+    assert trainer.Trainer.settle(run, 4, Clock(lambda part: None)) is not leaves
+    assert did == (["late True", "settle", not leaves] if ahead else [])
+
+
 def test_a_stop_saves_a_checkpoint_without_a_call_to_the_pool():
     """The request may have left the pool in the middle of a call, which refuses every further one."""
 

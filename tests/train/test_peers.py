@@ -260,6 +260,16 @@ def test_sigterm_makes_a_rank_leave_its_sampling_and_is_told_to_the_others(ranks
         assert "checkpoint.grace_seconds = 3; the last checkpoint is after step 5" in errors
 
 
+def test_work_that_is_left_late_gets_half_of_the_grace(ranks, saved):
+    """The signal that makes the rank leave it is its own, and no second request."""
+    (alone,) = ranks("settling")
+    alone.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    assert alone.line(1) == "left" and 5 < time.monotonic() - asked < 9
+    code, errors = end(alone, 15)
+    assert code == STOPPED and "checkpoint.grace_seconds = 12" in errors and "a second time" not in errors
+
+
 def test_what_does_not_fit_into_the_grace_is_not_begun(ranks, saved):
     asked, other = ranks("long step", "sleep")
     asked.send_signal(signal.SIGTERM)
