@@ -13,6 +13,16 @@ from moe_rl.errors import About, Problem, describe
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
+_TELLS = "an engine beside the ranks logs and serves no statistics of vLLM"
+# Settings of vLLM that only servers have.
+_OF_SERVERS = {
+    "stream_interval": "only servers send several tokens at once; an engine must tell which weights sampled each",
+    "profiler_config": "only servers have routes that begin and end a profile; report.profile records a step",
+    **dict.fromkeys(("cudagraph_metrics", "kv_cache_metrics", "kv_cache_metrics_sample", "enable_mfu_metrics"), _TELLS),
+    **dict.fromkeys(("disable_log_stats", "aggregate_engine_logging", "enable_logging_iteration_details"), _TELLS),
+}
+
+
 def server_problems(config: Config) -> Iterator[Problem]:
     """Yield the problems of `rollout.servers` and `rollout.engines` that the config alone shows, one message each."""
     yield from config.rollout.server_problems()
@@ -36,13 +46,14 @@ def engine_problems(config: Config) -> Iterator[Problem]:
     """Yield a problem if the number of servers or engines differs from that of the cluster that the run is planned
     for, or if an engine would get a setting of servers."""
     cluster, count, engines = config.cluster, len(config.rollout.servers), config.rollout.engines
-    if "stream_interval" in config.rollout.vllm and not has_servers(config):
-        yield describe(
-            "only servers send several tokens at once; an engine must tell which weights sampled each",
-            where={"key": "rollout.vllm.stream_interval", "given": "no rollout.servers"},
-            got=config.rollout.vllm["stream_interval"],
-            do="remove it",
-        )
+    for key, why in _OF_SERVERS.items():
+        if key in config.rollout.vllm and not has_servers(config):
+            yield describe(
+                why,
+                where={"key": f"rollout.vllm.{key}", "given": "no rollout.servers"},
+                got=config.rollout.vllm[key],
+                do="remove it",
+            )
     if engines > 1 and cluster is not None and (cluster.engines, cluster.gpus_per_engine) != (engines, 1):
         yield describe(
             "the cluster does not have these engines, each of which shares the GPU of one rank",

@@ -24,7 +24,7 @@ class GatewayConfig(Section):
     """Kinds of dialogue in which the renderer may write other tokens than the model's chat template. A difference in
     any other kind is refused. The history of a session of such a kind is not compared with the template."""
     max_sessions: Few = 1024
-    """Largest number of sessions that are open at once."""
+    """Largest number of sessions that are open at once. Those whose time is over make room for others."""
     session_tokens: Count = 131072
     """Largest number of tokens of a session: the tokens of its prompts that are new to it, and of its completions."""
     session_turns: Count = 256

@@ -33,6 +33,7 @@ _SHAPE = "the checkpoint's config.json decides what the model computes"
 _LAYOUT = "parallel decides which rank holds what"
 _GPUS = "cluster.gpus_per_engine decides the GPUs of an engine"
 _MOVED = "a connector would move KV blocks, and the recorder would not see it"
+_COMPARED = "parameters are compared bit for bit with the main weights that the optimizer wrote"
 _ADAM = "the optimizer is Adam in float32 or bfloat16"
 _NAMED = {"torch.dtype": DTYPES, "AttnBackend": ATTENTION}  # types whose values a config names
 
@@ -100,6 +101,7 @@ MEGATRON = Passed(
         r"moe_router_topk_limited_devices|moe_router_quantile\w+|moe_apply_probs_on_input|\w+_interleave_size": _SHAPE,
         r"\w*(gtp|num_weight_shards|in_\w+_pipeline_stage|in_pipeline_split)\w*|hierarchical_context\w+|"
         r"hybrid_context_parallel|max_seqlen_per_dp_cp_rank|mtp_standalone|use_ring_exchange_p2p": _LAYOUT,
+        "fp[48]_param": _COMPARED,
         "moe_z_loss_coeff": "its weight would depend on how a batch is cut into microbatches",
         "microbatch_group_size_per_vp_stage": "a pass may have no more microbatches than parallel.pipeline",
         "num_microbatches_with_partial_activation_checkpoints": "all microbatches recompute the same layers",
@@ -129,6 +131,8 @@ OPTIMIZER = Passed(
         r"suggested_communication_unit_size|gradient_reduce_div_fusion": "the trainer does not use Megatron's FSDP",
         r"grad_norm_skip_threshold|check_for_\w+": "guards decides which updates are skipped",
         r"(overlap|align)_param_gather": "a step reads the parameters right after its last update",
+        r"fp[48]_param_gather|reuse_grad_buf_for_mxfp8_param_ag": _COMPARED,
+        "fp8_recipe": "with bfloat16 parameters it has no effect but whole main weights, which the plan does not count",
         "main_params_dtype": "main weights are float32, or the 16 bits that bfloat16 weights lack",
         "average_in_collective": "gradients are sums, because the loss has its global denominator already",
         "num_distributed_optimizer_instances": _LAYOUT,
@@ -147,6 +151,7 @@ VLLM = Passed(
     refused={
         r"(data_parallel_|elastic_ep)\w+|dp_sync_interval|enable_(eplb|elastic_ep)|eplb_config|"
         r"expert_placement_strategy": "an engine is one replica of the weights, whose experts stay in their places",
+        "all2all_backend|disable_nccl_for_dp_synchronization": "only engines that share the rows of a step read it",
         r"(decode|prefill)_context_parallel_size|(dcp|cp)_\w+|enable_hc_sp": (
             "a context-parallel worker holds only some of a request's KV slots"
         ),

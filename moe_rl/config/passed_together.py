@@ -12,6 +12,18 @@ from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.errors import Problem, describe
 from moe_rl.models.facts import ModelFacts
 
+# Fields of Megatron that have an effect only with another one: their pattern, and that one's name.
+_NEEDS = {
+    "recompute_(modules|method|num_layers)": "recompute_granularity",
+    r"fp8_(recipe|margin|amax_\w+|wgrad|output_proj|dot_\w+|multi_\w+|quantizer_factory)": "fp8",
+    "tp_only_amax_red|first_last_layers_bf16": "fp8",
+    r"num_layers_at_\w+_in_bf16": "first_last_layers_bf16",
+    "fp4_(recipe|quantizer_factory)": "fp4",
+    r"cpu_offloading_\w+": "cpu_offloading",
+    r"offload_modules|min_offloaded_tensor_size|activation_offload_fraction|delta_offload_\w+|"
+    r"fine_grained_offloading_\w+": "fine_grained_activation_offloading",
+}
+
 
 def dispatcher_problems(config: Config) -> Iterator[Problem]:
     """Yield a problem for each dispatcher setting that has no effect, or does not go with plans or moved experts."""
@@ -122,6 +134,12 @@ def combination_problems(
         ("megatron", "high_priority_a2a_comm_stream", False, "train.overlap_expert_parallel_comm", exchange),
         ("megatron", "batch_p2p_sync", True, "parallel.pipeline above 1, without parallel.virtual_pipeline", batched),
         ("megatron", "mla_down_proj_fusion", False, "a model.path whose attention is latent", latent),
+        *(
+            ("megatron", key, False, f"train.megatron.{needed}", bool(train.megatron.get(needed)))
+            for key in train.megatron
+            for pattern, needed in _NEEDS.items()
+            if re.fullmatch(pattern, key) and (needed != "recompute_granularity" or train.recompute == "none")
+        ),
         ("megatron_optimizer", summed, True, "train.dtype bfloat16", train.dtype == "bfloat16"),
         ("megatron_optimizer", "pin_cpu_grads", False, "optimizer_cpu_offload", moves),
         ("megatron_optimizer", overlap, False, "optimizer_cpu_offload", moves),
@@ -144,24 +162,22 @@ def combination_problems(
             )
     low = [key for key in ("fp8", "fp4") if train.megatron.get(key)]
     recipe = train.megatron.get("fp8_recipe", "delayed")
-    if low and parallel.tensor > 1:
+    if low and (low != ["fp8"] or recipe not in ("delayed", "tensorwise")):
         yield describe(
-            "a rank's rows are a multiple of 8 / parallel.tensor, and TransformerEngine needs one of 8",
-            where={"key": f"train.megatron.{low[0]}", "given": f"parallel.tensor is {parallel.tensor}"},
-            got=train.megatron[low[0]],
-            do="remove it, or set parallel.tensor to 1",
-        )
-    if low and (low != ["fp8"] or recipe in ("mxfp8", "blockwise")):
-        yield describe(
-            "rows are padded to a multiple of 8, and this format needs more",
+            "rows are padded to a multiple of 16 on each rank, and this format needs more",
             where={"key": "train.megatron.fp8_recipe" if low == ["fp8"] else "train.megatron.fp4"},
             got=recipe if low == ["fp8"] else train.megatron["fp4"],
             expected="fp8 with the recipe delayed or tensorwise",
         )
-    if low and "moe" in (train.megatron.get("recompute_modules") or ()):
+    modules = train.megatron.get("recompute_modules")
+    again = isinstance(modules, list) and "moe" in modules
+    if low and (again or train.recompute == "moe"):
         yield describe(
             "experts would be recomputed in another precision than the forward pass had",
-            where={"key": "train.megatron.recompute_modules", "given": f"train.megatron.{low[0]} is set"},
+            where={
+                "key": "train.megatron.recompute_modules" if again else "train.recompute",
+                "given": f"train.megatron.{low[0]} is set",
+            },
             got="moe",
             do=f"remove moe, or train.megatron.{low[0]}",
         )

@@ -352,7 +352,7 @@ class ProfileConfig(Section):
     lists the files."""
 
     steps: Annotated[tuple[Count, ...], Field(min_length=1, max_length=16)]
-    """Steps to record. A recorded step is slower."""
+    """Steps to record, of each pass the first 8 microbatches. A recorded step is slower."""
     ranks: Annotated[tuple[Whole, ...], Field(min_length=1, max_length=64)] = (0,)
     """Ranks that record."""
     mib: Count = 1024

@@ -195,7 +195,7 @@ class TrainConfig(Section):
     """Number of optimizer updates per rollout batch. Each uses its own share of the prompt groups."""
     microbatch_tokens: Count
     """Largest number of tokens packed into one microbatch, before padding to a multiple of 8 rows for each rank of
-    `parallel.context`."""
+    `parallel.context`, with fp8 of 16 times `parallel.tensor`."""
     packing: Literal["length", "load"] = "length"
     """How sequences are distributed over microbatches. length: all ranks get about the same number of tokens. load: the
     recorded routes also load all ranks of `parallel.expert` evenly; the tokens may then differ by up to 5% more, and no

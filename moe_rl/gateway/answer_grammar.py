@@ -40,12 +40,14 @@ class Constraint:
         tools: names and argument schemas of the tools that it may call instead, or after its text if that is free.
         forced: whether it must call one.
         single: whether it may call only one.
+        barred: whether it may call none.
     """
 
     schema: Mapping[str, Any] | None
     tools: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     forced: bool = False
     single: bool = False
+    barred: bool = False
 
 
 class AnswerGrammar:
@@ -81,7 +83,8 @@ class AnswerGrammar:
             elif body:
                 body = [{"type": "or", "elements": [*body, _sequence(calls)]}]
             else:
-                body = [self._free(calls[0]["elements"][0]), {"type": "optional", "content": _sequence(calls)}]
+                body = [self._free(calls[0]["elements"][0])]
+                body += [] if constraint.barred else [{"type": "optional", "content": _sequence(calls)}]
         return json.dumps({"type": "structural_tag", "format": _sequence([*self._reasoning(), *body])})
 
     def _free(self, choice: _Format) -> _Format:

@@ -152,14 +152,15 @@ def read_constraint(
     match choice:
         case None | "auto" | {"type": "auto"}:
             forced = False
-        case "none" | {"type": "none"} if not tools:
-            forced = False
+        case "none" | {"type": "none"}:
+            barred = tuple((tool["function"]["name"], _ANY_OBJECT) for tool in tools)
+            return Constraint(schema, barred if schema is None else (), barred=True) if schema or barred else None
         case "required" | {"type": "any"}:
             pass
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function" | "tool", "name": str(name)}:
             single = True
         case _:
-            text = f"got {str(choice)[:80]!r}, expected auto, that any tool must be called, or a tool by its name"
+            text = f"got {str(choice)[:80]!r}, expected auto, none, that any tool must be called, or a tool by its name"
             raise BadRequest(text, "tool_choice", code="unsupported_value")
     schemas = {
         tool["function"]["name"]: _ANY_OBJECT if told is False else tool["function"]["parameters"]

@@ -36,7 +36,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "moderation": (None,),
     "previous_response_id": (None,),
     "prompt": (None,),
-    "reasoning": (None, {}),
+    "reasoning": (None, {}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None}),
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
 }

@@ -44,6 +44,11 @@ class SessionBook:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def full(self) -> bool:
+        """Return whether no other session can be opened."""
+        return len(self._open) >= self._most
+
     def all(self) -> list[Session]:
         """Return the open sessions, oldest first."""
         return [session for _, session in self._open.values()]
@@ -59,7 +64,7 @@ class SessionBook:
         Raises:
             SessionError: too many are open.
         """
-        if len(self._open) >= self._most:
+        if self.full:
             raise SessionError(
                 "Too many sessions are open",
                 got=len(self._open),

@@ -156,6 +156,10 @@ class Session:
         """Raise SessionError if the session's time is over."""
         self._refuse("seconds", now - self._opened, self.limits.seconds)
 
+    def is_old(self, now: float) -> bool:
+        """Return whether the session's time is over."""
+        return now - self._opened > self.limits.seconds
+
     @property
     def busy(self) -> bool:
         """Return whether a request of the session is being sampled or its reply is being sent."""

@@ -18,6 +18,7 @@ import asyncio
 import hmac
 import re
 import secrets
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -195,6 +196,7 @@ class GatewayApp:
         body = bytes(await _body(request, _SMALL_BODY)) or b"{}"
         fields = checked(body, _OpenBody, {})
         asked = {name: most for name in ("tokens", "turns", "seconds") if (most := getattr(fields, name)) is not None}
+        await self._make_room()
         opened = self._gateway.open(fields.group, replace(self._gateway.book.limits, **asked))
         # The address that this request reached. The Host header is set by the client and not trusted.
         url = f"{url_of(*request.scope['server'])}/s/{opened.key}"
@@ -208,6 +210,22 @@ class GatewayApp:
         session = self._gateway.book.named(request.path_params["name"])
         if session is None:
             raise BadRequest("no open session has this name", status=404, code="not_found")
+        return await self._finished(session)
+
+    async def _make_room(self) -> None:
+        """Finish the sessions whose time is over, if no other can be opened: their agents may be gone."""
+        book, now = self._gateway.book, asyncio.get_running_loop().time()
+        for session in book.all() if book.full else []:
+            if session.is_old(now) and not session.busy and not session.ended:
+                try:
+                    if session.turns:
+                        await self._finished(session)
+                    else:
+                        self._gateway.forget(session)
+                except MoeRLError as error:
+                    print(f"moe_rl: session {session.name} is not kept: {error}", file=sys.stderr, flush=True)
+
+    async def _finished(self, session: Session) -> dict[str, Any]:
         finished = self._gateway.end(session)
         summary = self._summary(session)
         if self._gateway.shard is not None:

@@ -22,7 +22,7 @@ from moe_rl.megatron import world
 from moe_rl.megatron.router import ReplaySeqParams
 from moe_rl.objectives.device import to_device
 from moe_rl.objectives.logprobs import Support
-from moe_rl.planning.packing import padded_lengths, rows_of
+from moe_rl.planning.packing import PAD_MULTIPLE, padded_lengths, rows_of
 from moe_rl.replay.plans import LayerPlan
 from moe_rl.replay.replay_pass import PassSeen, ReplayPass
 from moe_rl.replay.routes import RowPolicy, microbatch_routes, read_routes, source_sum
@@ -283,6 +283,7 @@ def pack(
     context: tuple[int, int] = (0, 1),
     supports: Seq[SamplingSupport] | None = None,
     heads: Seq[SamplerHead] | None = None,
+    multiple: int = PAD_MULTIPLE,
 ) -> Microbatch:
     """Pack sequences[i] for i in indices. The last token of each is not fed, because nothing is predicted after it.
     Inserted tokens are fed and not predicted.
@@ -294,6 +295,7 @@ def pack(
         supports: Sampling supports of the packed sequences, in the order of `indices`. None if every token was drawn
             from the whole vocabulary.
         heads: The sampler's likeliest tokens of the packed sequences, in the order of `indices`, if they were recorded.
+        multiple: The number of which the rows of each part are a multiple, see `planning.packing.row_multiple`.
     """
     indices = range(len(sequences)) if indices is None else indices
     device = world.device() if device is None else device
@@ -305,7 +307,7 @@ def pack(
             do="give each sequence its own key",
             fault="keys",
         )
-    lengths = padded_lengths([s.forwarded for s in chosen], context[1])
+    lengths = padded_lengths([s.forwarded for s in chosen], context[1], multiple)
     starts = np.cumsum((0, *lengths))
     tokens, is_real = np.zeros(starts[-1], np.int64), np.zeros(starts[-1], bool)
     targets, sequence_ids, predicts = (np.empty(sum(len(s.token_ids) for s in chosen), np.int64) for _ in range(3))

@@ -38,6 +38,7 @@ from moe_rl.megatron.router import ReplayMoELayer, ReplayRouter
 from moe_rl.megatron.schedule import LossFunction
 from moe_rl.models.hf import ModelFacts, expected_tensors
 from moe_rl.planning.expert_placement import check_order, natural_order
+from moe_rl.planning.packing import row_multiple
 from moe_rl.replay.plans import DispatchRules
 from moe_rl.replay.replay_pass import Mode, PassSeen, ReplayPass, Watch
 from moe_rl.weights.conservation import Content, parts_of
@@ -85,6 +86,7 @@ class Policy:
         self.temperature = temperature
         self.balances = train.router_aux_loss > 0
         self.trains_adapters = train.lora is not None
+        self.row_multiple = row_multiple(train, parallel)
         config = transformer_config(facts, train, parallel)
         self.chunks, self.optimizer = wrap_for_training(
             build_model(facts, config, checkpoint, train.lora), config, train

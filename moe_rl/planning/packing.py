@@ -19,10 +19,13 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from moe_rl.config.training import ParallelConfig, TrainConfig
 from moe_rl.errors import About, ArgumentError, ConfigError
 
 # Rows of a rank are rounded up to a multiple of this, so that kernels see few sizes. Every parallel.tensor divides it.
 PAD_MULTIPLE = 8
+# Hopper multiplies float8 numbers only if a tensor-parallel rank's rows are a multiple of this.
+_FLOAT8_MULTIPLE = 16
 
 
 def wrong_call(
@@ -33,19 +36,24 @@ def wrong_call(
     return ArgumentError(what, where=where or {}, got=got, expected=expected, do=do, fault=fault)
 
 
-def padded_length(tokens: int, ranks: int = 1) -> int:
-    """Return the rows of a run of `tokens` tokens on all `ranks` together. Never 0, because a rank without sequences
-    takes part too.
+def row_multiple(train: TrainConfig, parallel: ParallelConfig) -> int:
+    """Return the number of which the rows of a context-parallel rank are a multiple."""
+    return _FLOAT8_MULTIPLE * parallel.tensor if train.megatron.get("fp8") else PAD_MULTIPLE
+
+
+def padded_length(tokens: int, ranks: int = 1, multiple: int = PAD_MULTIPLE) -> int:
+    """Return the rows of a run of `tokens` tokens on all `ranks` together, of which each has a `multiple`. Never 0,
+    because a rank without sequences takes part too.
     """
-    multiple = PAD_MULTIPLE * ranks
+    multiple *= ranks
     return max(multiple, -(-tokens // multiple) * multiple)
 
 
-def padded_lengths(tokens: Sequence[int], ranks: int = 1) -> tuple[int, ...]:
+def padded_lengths(tokens: Sequence[int], ranks: int = 1, multiple: int = PAD_MULTIPLE) -> tuple[int, ...]:
     """Return the rows of each sequence, and at the end those of the padding after them, if there is any."""
     chunks = 2 * ranks if ranks > 1 else 1
     lengths = tuple(-(-count // chunks) * chunks for count in tokens)
-    padding = padded_length(sum(lengths), ranks) - sum(lengths)
+    padding = padded_length(sum(lengths), ranks, multiple) - sum(lengths)
     return (*lengths, padding) if padding else lengths
 
 

@@ -28,7 +28,14 @@ from moe_rl.models.facts import ModelFacts
 from moe_rl.planning.activations import expert_row_bytes
 from moe_rl.planning.balance import Plan, check_division, load_of, pack_by_load
 from moe_rl.planning.memory import DTYPE_BYTES
-from moe_rl.planning.packing import pack, padded_lengths, padding_experts, split_groups
+from moe_rl.planning.packing import (
+    PAD_MULTIPLE,
+    pack,
+    padded_lengths,
+    padding_experts,
+    row_multiple,
+    split_groups,
+)
 from moe_rl.planning.plan_table import Row, aligned, bytes_text
 from moe_rl.trace.inspection import references, select
 from moe_rl.types import RouteRef
@@ -110,7 +117,14 @@ def most(budgets: Iterable[Budget]) -> Budget:
 
 
 def microbatch_counts(
-    plan: Plan, lengths: list[int], counts_SLE: np.ndarray, *, top_k: int, context: int, expert_parallel: int
+    plan: Plan,
+    lengths: list[int],
+    counts_SLE: np.ndarray,
+    *,
+    top_k: int,
+    context: int,
+    expert_parallel: int,
+    multiple: int = PAD_MULTIPLE,
 ) -> np.ndarray:
     """Return int64 [D, M, L, E]: rows for each expert from each of D data-parallel shares in each microbatch.
 
@@ -121,13 +135,14 @@ def microbatch_counts(
         lengths: the number of tokens of each sequence.
         counts_SLE: how often the tokens of each sequence chose each expert.
         context: the number of context-parallel ranks.
+        multiple: the number of which a rank's rows are a multiple.
     """
     _, layers, experts = counts_SLE.shape
     result = np.zeros((len(plan), len(plan[0]), layers, experts), np.int64)
     for share, microbatches in enumerate(plan):
         for number, members in enumerate(microbatches):
             tokens = [lengths[index] for index in members]
-            padding = sum(padded_lengths(tokens, context)) - sum(tokens)
+            padding = sum(padded_lengths(tokens, context, multiple)) - sum(tokens)
             chosen = padding_experts(padding, experts, top_k, expert_parallel)
             result[share, number] = counts_SLE[members].sum(axis=0, dtype=np.int64)
             result[share, number] += np.bincount(chosen.ravel(), minlength=experts)
@@ -181,7 +196,7 @@ def peaks(config: Config, facts: ModelFacts, world_size: int, trace: str) -> Pea
             plan = _packed(config, tokens, counts[chosen], ranks)
             rows = microbatch_counts(
                 plan, tokens, counts[chosen], top_k=facts.top_k, context=parallel.context,
-                expert_parallel=parallel.expert,
+                expert_parallel=parallel.expert, multiple=row_multiple(config.train, parallel),
             )  # fmt: skip
             for together in dispatching_groups(parallel, ranks):
                 for stage in columns:

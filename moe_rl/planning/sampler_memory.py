@@ -15,7 +15,7 @@ from moe_rl.models.facts import ModelFacts
 from moe_rl.models.hf import expected_tensors, layer_weights, parameter_count
 from moe_rl.models.peft import adapter_tensors
 from moe_rl.planning.memory import DTYPE_BYTES, state_bytes
-from moe_rl.planning.packing import padded_length
+from moe_rl.planning.packing import padded_length, row_multiple
 from moe_rl.planning.parameters import adapter_buffers
 from moe_rl.trace import TraceSpec
 from moe_rl.trace.frame import MAX_AUX_BYTES
@@ -184,7 +184,7 @@ def make_batch(config: Config, layout: Layout, prompts: int | None) -> Batch:
         whole=config.task.environment is None and not cut,
         max_tokens_per_step=sequences * longest,
         max_microbatches=-(-per_rank // per_microbatch),
-        microbatch_rows=padded_length(train.microbatch_tokens, layout.context),
+        microbatch_rows=padded_length(train.microbatch_tokens, layout.context, row_multiple(train, config.parallel)),
         steps=run.steps,
         updates=run.steps * train.updates_per_step,
         sampling_rounds=rollout.dynamic_sampling_rounds,

@@ -47,7 +47,9 @@ class Trial:
         plan = assign([s.forwarded for s in self.sequences], ranks=ranks, microbatch_tokens=MICROBATCH_TOKENS)
         mine = fill_rounds(plan, world.microbatches_in_a_round())[rank]
         context = world.context_parallel()
-        self.microbatches = [pack(self.sequences, indices, world.device(), context) for indices in mine]
+        self.microbatches = [
+            pack(self.sequences, indices, world.device(), context, multiple=policy.row_multiple) for indices in mine
+        ]
         for microbatch in self.microbatches:
             microbatch.give_advantages([[s.reward] for s in self.sequences])
         self.force(routes)

@@ -85,13 +85,14 @@ class GroupFiles:
         for cursor in (*consumed, *dropped):
             self.remove(cursor)
 
-    def retain(self, steps: set[int]) -> None:
-        """Delete the rollouts of all other steps, and the shards and sessions of groups without a user."""
+    def unneeded(self, steps: set[int]) -> Callable[[], None]:
+        """Find the rollouts of all other steps, and the shards and sessions of groups without a user. Returns what
+        deletes them, see KeptRollouts.unneeded."""
         for step in steps - self._consumed.keys():
             if (line := self._ledger.find(step - 1)) is not None:
                 self._consumed[step] = line.consumed()
         self._consumed = {step: cursors for step, cursors in self._consumed.items() if step in steps}
-        self._kept.retain(steps, self._begun.union(self._running, *self._consumed.values()))
+        return self._kept.unneeded(steps, self._begun.union(self._running, *self._consumed.values()))
 
     def save(self, group: Group, prompt: Prompt) -> None:
         """Write a group. The file appears complete or not at all. `load` deletes it if a power cut damaged it."""

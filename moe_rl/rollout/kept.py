@@ -233,6 +233,10 @@ class KeptRollouts:
         Args:
             groups: cursors of the groups, sampled one by one, that these and later steps use. None: all.
         """
+        self.unneeded(steps, groups)()
+
+    def unneeded(self, steps: Container[int], groups: Container[int] | None = None) -> Callable[[], None]:
+        """Find what `retain` deletes. Returns what deletes it, in any thread, while more is sampled."""
 
         def kept(name: str) -> bool:
             group = shard_group(name)
@@ -240,16 +244,18 @@ class KeptRollouts:
 
         # A removal that was killed may have left the lines of shards without a file.
         names = {*self.store.shards(), *self.store.manifest().published}
-        self.store.remove(*(name for name in sorted(names) if not kept(name)))
-        for path in self.folder.glob(f"*{SESSION_SUFFIX}"):
-            if not kept(path.stem):
+        shards = [name for name in sorted(names) if not kept(name)]
+        paths = [path for path in self.folder.glob(f"*{SESSION_SUFFIX}") if not kept(path.stem)]
+        # The pool may be writing the file of the next step, or a session.
+        paths += [path for path in self.folder.glob("*.tmp") if not kept(path.name.partition(".")[0])]
+        paths += [path for path in [*self._files(), *self._files(_SAMPLED_SUFFIX)] if not _is_of(path.stem, steps)]
+
+        def delete() -> None:
+            self.store.remove(*shards)
+            for path in paths:
                 path.unlink(missing_ok=True)
-        for path in self.folder.glob("*.tmp"):
-            if not kept(path.name.partition(".")[0]):  # the pool may be writing the file of the next step, or a session
-                path.unlink(missing_ok=True)
-        for path in [*self._files(), *self._files(_SAMPLED_SUFFIX)]:
-            if not _is_of(path.stem, steps):
-                path.unlink(missing_ok=True)
+
+        return delete
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{shard_name(step)}{_SUFFIX}"

@@ -121,7 +121,8 @@ class _Pool:
         try:
             if isinstance(call, wire.RetainSteps):
                 # Without a feed nobody knows which groups of an earlier process are still needed: all are kept.
-                (self._rollouts.kept if self._feed is None else self._files).retain(call.steps)
+                kept = self._rollouts.kept if self._feed is None else self._files
+                await asyncio.to_thread(kept.unneeded(call.steps))
                 reply: Message | None = wire.StepsRetained()
             else:
                 async with self._order:

@@ -33,7 +33,7 @@ MANIFEST = "manifest.jsonl"
 _SPARE_LINES = 64
 # A writer holds the lock for a few disk writes. A writer that hangs must not block all others forever.
 _LOCK_SECONDS = 20.0
-_LOCK_POLL_SECONDS = 0.005
+LOCK_POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def _lock(fd: int) -> None:
             if time.monotonic() > deadline:
                 held = f"another process has held the lock of {MANIFEST} for {_LOCK_SECONDS:g} s: it may hang"
                 raise OSError(errno.ETIMEDOUT, held) from None
-            time.sleep(_LOCK_POLL_SECONDS)
+            time.sleep(LOCK_POLL_SECONDS)
 
 
 class ManifestReader:

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import math
 import os
+import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import batched
@@ -24,7 +25,7 @@ import numpy as np
 from moe_rl.errors import About, TraceError
 from moe_rl.trace.files import TMP, LocalFolder
 from moe_rl.trace.library import Found, Library, Reading, RowSegment, parent_part
-from moe_rl.trace.manifest import MANIFEST, Manifest, locked_manifest
+from moe_rl.trace.manifest import LOCK_POLL_SECONDS, MANIFEST, Manifest, locked_manifest
 from moe_rl.trace.primitives import unpack_bytes, unpack_ints
 from moe_rl.trace.ranked import count_experts
 from moe_rl.trace.readout import Joined, Readout, join, unpacked
@@ -229,7 +230,9 @@ class TraceStore:
         A shard that the manifest lists but that has no file, left by a removal or a writer that was killed, loses its
         line. Raises TraceError for the first shard that does not exist; those before it are deleted.
         """
-        for names in batched(shards, _REMOVED_AT_ONCE):
+        for number, names in enumerate(batched(shards, _REMOVED_AT_ONCE)):
+            if number:
+                time.sleep(LOCK_POLL_SECONDS * 4)  # a writer that waits asks this often
             self._remove(names)
 
     def _remove(self, shards: Sequence[str]) -> None:

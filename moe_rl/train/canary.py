@@ -195,7 +195,9 @@ class Canary:
         work = []
         for indices in plan:
             packed = [self._sequences[i] for i in indices]
-            microbatch = pack(self._sequences, indices, world.device(), world.context_parallel())
+            microbatch = pack(
+                self._sequences, indices, world.device(), world.context_parallel(), multiple=policy.row_multiple
+            )
             table = microbatch.read_routes(
                 self.store, packed, self.spec, weight_version=version, layers=policy.layers, policy=_NATIVE
             )

@@ -171,7 +171,8 @@ class Peers:
         self.ranks, self.save_seconds = ranks, 0.0
         (self._phase, self._part), self._step, self._due = hangs.START, 0, 0.0
         self._asked: float | None = None
-        self._left, self._late, self._nudged = False, 0.0, False
+        self._left, self._late = False, 0.0
+        self._nudged = self._nudging = False  # whether it has sent a signal to itself, and has not heard it yet
         self._parent = os.getppid()
         self._done, self._said = threading.Event(), threading.Lock()
         self._seen: dict[int, tuple[int, float]] = {}
@@ -293,7 +294,7 @@ class Peers:
             if lost is not None:
                 self._end(lost)
             if self._must_leave and self._late and not self._nudged:
-                self._nudged = True
+                self._nudged = self._nudging = True
                 os.kill(os.getpid(), signal.SIGTERM)
             # Count only the time in which this process ran: while it was suspended, it could not hear of the others.
             self._look_for_hang(min(time.monotonic() - looked, 2 * _INTERVAL))
@@ -353,7 +354,9 @@ class Peers:
                     f"about {needed:.1f} s, more than checkpoint.grace_seconds = {self.grace:g}; {self._standing}",
                     STOPPED,
                 )
-        elif now > self._asked + _SAME_REQUEST and not self._nudged:
+        elif self._nudging:
+            self._nudging = False
+        elif now > self._asked + _SAME_REQUEST:
             self._end(f"{self._here} was asked to stop a second time ({number.name}); {self._standing}", STOPPED)
 
     @property

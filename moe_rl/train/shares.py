@@ -23,7 +23,7 @@ from moe_rl.objectives.losses import global_denominator, nonempty
 from moe_rl.planning import packing
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
 from moe_rl.planning.expert_placement import place
-from moe_rl.planning.packing import fill_rounds, split_groups
+from moe_rl.planning.packing import fill_rounds, row_multiple, split_groups
 from moe_rl.replay.plans import plan_dispatch
 from moe_rl.replay.routes import RowPolicy, missing_rows
 from moe_rl.replay.tables import MicrobatchRoutes
@@ -327,7 +327,8 @@ class Shares:
             for indices in plan[rank]:
                 packed = [sequences[i] for i in indices]
                 supports, heads = self._distributions(packed)
-                microbatch = pack(sequences, indices, world.device(), world.context_parallel(), supports, heads)
+                context, multiple = world.context_parallel(), row_multiple(self.config.train, self.config.parallel)
+                microbatch = pack(sequences, indices, world.device(), context, supports, heads, multiple)
                 table = microbatch.read_routes(
                     self.store, packed, self.spec, weight_version=weight_version, layers=self.layers, policy=self.rows
                 )

@@ -67,7 +67,7 @@ class RunningCall(ABC):
         asks: what each request records.
         outputs: the output of each request.
         unfinished: number of unfinished requests.
-        publishes: whether the shard is being published.
+        published_by: when the shard must be published; None: that has not begun.
     """
 
     number: int
@@ -78,7 +78,7 @@ class RunningCall(ABC):
     keep_open: bool = False
     outputs: list[RequestOutput] = field(init=False)
     unfinished: int = field(init=False)
-    publishes: bool = field(default=False, init=False)
+    published_by: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.outputs, self.unfinished = [RequestOutput() for _ in self.requests], len(self.requests)
@@ -198,7 +198,7 @@ class ChildEngine:
             else:
                 self._source = WorkerSource(self._llm, settings.capture)
         (transfer,) = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
-        self._pulse = transfer.on_progress = pulse
+        transfer.on_progress = pulse
         self._vocabulary: int = self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
         self._max_model_len = settings.max_model_len
         self._keeps = {"reads_text": settings.reads_text, "keeps_support": settings.support}
@@ -251,8 +251,11 @@ class ChildEngine:
         ended = [call for call in self.running.values() if not call.unfinished]
         idle = self._paused or len(ended) == len(self.running)
         self._advance()
-        replies = ((call.number, self._end(call, wait=idle)) for call in ended)
-        return [(number, reply) for number, reply in replies if reply is not None]
+        attempts = [(call.number, self._end(call)) for call in ended]
+        replies = [(number, reply) for number, reply in attempts if reply is not None]
+        if idle and not replies:
+            time.sleep(_PUBLISHED_POLL_SECONDS)
+        return replies
 
     def news(self) -> list[wire.RequestsEnded]:
         """Return ended completions: all those of ended calls, and of others as many as delay a step by less than a
@@ -332,25 +335,17 @@ class ChildEngine:
                 if isinstance(call, SampledCall):
                     self._ended.append((call, int(index)))
 
-    def _end(self, call: RunningCall, *, wait: bool) -> wire.Reply | Exception | None:
-        """Return the reply of a call, or the error, after which its shard is abandoned.
-
-        Args:
-            wait: wait until the shard is published. Otherwise the result is None until then.
-        """
+    def _end(self, call: RunningCall) -> wire.Reply | Exception | None:
+        """Return the reply of a call, or the error, after which its shard is abandoned; None until it is published."""
         refs: dict[str, RouteRef] = {}
         try:
             if (source := call.source) is not None:
-                if not call.publishes:
+                if call.published_by is None:
                     call.publish(source)
-                    call.publishes = True
-                limit = time.monotonic() + PUBLISH_SECONDS
-                while not source.published(str(call.number)):
-                    if not wait:
-                        return None
-                    if time.monotonic() < limit:  # without signs of life the parent ends this process
-                        self._pulse()
-                    time.sleep(_PUBLISHED_POLL_SECONDS)
+                    call.published_by = time.monotonic() + PUBLISH_SECONDS
+                if not source.published(str(call.number)) and time.monotonic() < call.published_by:
+                    return None
+                # Past the limit this waits, and without signs of life the parent ends this process.
                 refs = source.references(str(call.number))
             reply: wire.Reply | Exception = call.reply(refs)
         except Exception as error:

@@ -94,7 +94,7 @@ def test_how_a_reply_ended_is_told(running):
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"output_config": {"effort": "low"}}, "output_config"),
-        ({"tool_choice": {"type": "none"}}, "tool_choice"),
+        ({"tool_choice": {"type": "never"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import socket
 import struct
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import aiohttp
@@ -18,6 +19,7 @@ import pytest
 from moe_rl.gateway import listening
 from moe_rl.gateway.session_sequences import sequences_of
 from moe_rl.gateway.sessions import Session, SessionLimits
+from moe_rl.gateway.web import GatewayApp
 from tests.gateway.conftest import chat_tokenizer
 from tests.gateway.scripted import OWNER, served
 from tests.gateway.session_turns import WIDE
@@ -429,3 +431,33 @@ class EverythingIsRight:
 
     def check_records(self, session):
         assert session.limits == WIDE
+
+
+def test_sessions_whose_time_is_over_make_room_for_others(folder):
+    """Their agents may be gone. Nobody else's session is touched, and one that has turns is kept."""
+
+    async def run():
+        async with served(folder, ONE) as running, aiohttp.ClientSession() as client:
+            gone, book = replace(WIDE, seconds=2.0), running.gateway.book
+            played = running.open(gone)
+            await post(running, played, client)
+            await quiet(played.session)
+            for _ in range(97):
+                running.open(gone)
+            lives = running.open()
+            finished, owner = [], {"Authorization": f"Bearer {OWNER}"}
+            GatewayApp._finished, real = lambda _, session: told(finished, book, session), GatewayApp._finished
+            try:
+                for refused in (True, False):  # before and after the time is over
+                    answer = await client.post(f"{running.url}/sessions", json={}, headers=owner)
+                    assert (answer.status == 409) is refused, await answer.text()
+                    await asyncio.sleep(2.2)
+            finally:
+                GatewayApp._finished = real
+            assert finished == [played.session.name] and len(book) == 2 and book.find(lives.key) is lives.session
+
+    async def told(finished, book, session):
+        finished.append(session.name)
+        book.close(session)
+
+    asyncio.run(run())

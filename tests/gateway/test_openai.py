@@ -172,7 +172,7 @@ def test_completions_take_text_and_token_ids(running, router):
 WRONG = [
     ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_value"),
     ({"frequency_penalty": 0.5}, "frequency_penalty", "unsupported_value"),
-    ({"tool_choice": "none", "tools": [ADD]}, "tool_choice", "unsupported_value"),
+    ({"tool_choice": "never", "tools": [ADD]}, "tool_choice", "unsupported_value"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": [ADD]}, "tool_choice",
      "invalid_value"),

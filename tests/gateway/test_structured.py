@@ -206,6 +206,24 @@ def test_each_dialect_forces_a_tool(masked, router):
         assert reply.stop_reason == "tool_use" and reply.content[-1].input == {"a": 2, "b": 3}
 
 
+def test_each_dialect_bars_tools_that_it_was_told(masked, router):
+    """As agents do for their last answer. The same question makes the model call the tool."""
+    opened = masked.open()
+    given = {"tools": [ADD], "temperature": 0, "max_tokens": 40}
+    assert chat(masked, opened, SUM, **given).choices[0].message.tool_calls
+    (choice,) = chat(masked, opened, SUM, **given, tool_choice="none").choices
+    assert choice.message.content and not choice.message.tool_calls
+    told = {"model": "any", "tools": [STRICT], "temperature": 0, "max_output_tokens": 40, "input": SUM}
+    reply = test_responses.client_of(masked, opened).responses.create(**told, tool_choice="none")
+    assert {item.type for item in reply.output} <= {"message", "reasoning"} and reply.output_text
+    said = {"model": "any", "messages": SUM, "max_tokens": 40, "tools": [test_anthropic.TOOL]}
+    reply = test_anthropic.client_of(masked, opened).messages.create(
+        **said, tool_choice={"type": "none"}, extra_body=test_anthropic.COLD
+    )
+    assert {block.type for block in reply.content} <= {"text", "thinking"} and reply.stop_reason != "tool_use"
+    check_supports(masked.store, masked.completions(masked.session(opened)), router)
+
+
 def test_strict_tools_bind_only_the_arguments(masked):
     """openai-agents asks for strict tools by default, which the model may call or not."""
     opened = masked.open()
@@ -224,6 +242,7 @@ def test_a_gateway_without_masks_says_which_key_to_set(masked, settings, tmp_pat
     for more, field in (
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": "none"}, "tool_choice"),
         ({"tools": [{**ADD, "function": {**ADD["function"], "strict": True}}]}, "tools"),
     ):
         with pytest.raises(openai.BadRequestError, match="rollout.keep_sampling_mask") as caught:

@@ -1,12 +1,21 @@
 """Tests the zig-zag: every row is on one rank, each rank has the same causal work, and the chunks match megatron's."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
-from moe_rl.planning.packing import PAD_MULTIPLE, padded_lengths, padding_experts, positions_of, rows_of
+from moe_rl.planning.packing import (
+    PAD_MULTIPLE,
+    padded_lengths,
+    padding_experts,
+    positions_of,
+    row_multiple,
+    rows_of,
+)
 
 TOKENS = st.lists(st.integers(1, 70), max_size=8)
 
@@ -30,6 +39,12 @@ def test_a_sequence_is_padded_to_chunks_that_cost_the_same(tokens, context):
     for length in lengths:
         seen = {int((positions_of(length, rank, context) + 1).sum()) for rank in range(context)}
         assert len(seen) == 1
+
+
+def test_float8_gets_16_rows_on_each_rank():
+    train, parallel = SimpleNamespace(megatron={"fp8": "hybrid"}), SimpleNamespace(tensor=2)
+    assert row_multiple(train, parallel) == 32 and padded_lengths([60, 40], 2, 32) == (60, 40, 28)
+    assert row_multiple(SimpleNamespace(megatron={"fp8": None}), parallel) == 8
 
 
 def test_one_rank_pads_no_sequence():

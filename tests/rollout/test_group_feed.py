@@ -208,7 +208,7 @@ class Rig:
         for step in range(self.done + 1, until + 1):
             self.batches[step] = await self.feed.take(step)
             for _ in range(6):  # groups are dropped meanwhile
-                self.files.retain({1, step - 1, step})
+                self.files.unneeded({1, step - 1, step})()
                 await asyncio.sleep(seconds / 6)
             for final in (False, True):
                 await self.feed.update(WeightUpdate(step, step - 1, int(final), final, True, [], Received()))
@@ -684,7 +684,7 @@ def test_files_of_a_dropped_group_stay_until_their_last_user_is_done(tmp_path, d
             await rig.feed.begin()
         await rig.train()
         await asyncio.sleep(2 * TOKENS)
-        rig.files.retain({1, STEPS - 1, STEPS})
+        rig.files.unneeded({1, STEPS - 1, STEPS})()
         return rig
 
     rig = run(main())

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import tempfile
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -451,6 +453,29 @@ def test_many_shards_are_removed_while_others_publish(tmp_path, spec, write_shar
     with refused(TraceError, shard="e", folder=tmp_path):
         store.remove("a", "b", "c", "d", "e", "f")
     assert len(held) == 3 and store.shards() == ["f"] and list(store.manifest().published) == ["f"]
+
+
+def test_a_writer_publishes_while_shards_are_removed(tmp_path, spec, write_shard, monkeypatch):
+    names, store, unlink = [f"s{number}" for number in range(20)], TraceStore(tmp_path), os.unlink
+    for name in names:
+        write_shard(tmp_path, name, spec)
+
+    def slow(path, *args, **more):
+        if os.path.basename(path).removesuffix(".safetensors") in names:
+            begun.set()
+            time.sleep(0.05)
+        unlink(path, *args, **more)
+
+    begun = threading.Event()
+    monkeypatch.setattr(store_module, "_REMOVED_AT_ONCE", 2)
+    monkeypatch.setattr(os, "unlink", slow)
+    with ThreadPoolExecutor(1) as pool:
+        removed = pool.submit(store.remove, *names)
+        begun.wait(10)
+        write_shard(tmp_path, "new", spec)
+        assert not removed.done(), "the writer waited for all"
+    removed.result()
+    assert store.shards() == ["new"]
 
 
 def test_a_stage_of_a_long_record_is_read_by_exact_ranges(tmp_path, random_routes, decoded, monkeypatch):

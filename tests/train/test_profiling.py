@@ -16,6 +16,7 @@ from moe_rl.config.load import load_config
 from moe_rl.config.schema import ProfileConfig
 from moe_rl.train import trainer
 from moe_rl.train.trainer import StepProfiler
+from moe_rl.whereabouts import HERE
 from tests.support.refusals import tells
 from tests.train.stand_in_run import begin
 
@@ -37,6 +38,21 @@ def test_the_chosen_steps_of_the_chosen_ranks_are_written(tmp_path):
     events = json.loads(gzip.decompress((tmp_path / names[0]).read_bytes()))["traceEvents"]
     (product,) = [one for one in events if one.get("name") == "aten::mm"]
     assert product["args"]["Input Dims"] == [[8, 8], [8, 8]]
+
+
+def test_of_each_pass_the_first_microbatches_are_recorded_and_all_between_passes(tmp_path):
+    profiler = StepProfiler(ProfileConfig(steps=(1,)), tmp_path, 0, print)
+    with profiler.step(1):
+        for _ in range(2):
+            for number in range(50):
+                HERE.begin_microbatch(number)
+                torch.ones(8, 8) @ torch.ones(8, 8)
+            HERE.leave()
+            torch.ones(3).exp()
+    assert HERE.listener is None
+    (path,) = tmp_path.iterdir()
+    names = [one.get("name") for one in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
+    assert (names.count("aten::mm"), names.count("aten::exp")) == (2 * trainer._PROFILED_MICROBATCHES, 2)
 
 
 @pytest.mark.parametrize(("full", "why"), [(False, "it has 3.0 MiB"), (True, "No space left")])

@@ -83,6 +83,7 @@ def test_a_token_has_the_lag_of_the_keys_of_its_own_record(monkeypatch, kv, of_p
     config = SimpleNamespace(
         replay=SimpleNamespace(missing="drop", stale="replay"), pipeline=SimpleNamespace(lag=9, kv=kv),
         rollout=SimpleNamespace(max_completion_tokens=9), objective=SimpleNamespace(name="gspo"),
+        train=SimpleNamespace(megatron={}), parallel=SimpleNamespace(tensor=1),
     )  # fmt: skip
     config.rollout.keep_sampling_mask, config.objective.score_centering = False, None
     shares = Shares(config, (0,), None, None, vocabulary=8)

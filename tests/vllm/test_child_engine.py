@@ -102,11 +102,13 @@ def test_a_call_is_answered_when_its_shard_is_published_and_the_engine_goes_on_m
     assert list(engine.running) == [8]
 
 
-@pytest.mark.parametrize(("seconds", "signs"), [(600, 2), (0, 0)])
-def test_an_engine_without_other_work_waits_for_the_shard(monkeypatch, seconds, signs):
-    """It gives signs of life meanwhile, so that a slow disk is no hang; but not for ever."""
-    source, given = SlowSource(), []
+@pytest.mark.parametrize(("seconds", "steps"), [(600, 3), (0, 1)])
+def test_an_engine_without_other_work_waits_for_the_shard(monkeypatch, seconds, steps):
+    """It takes calls and gives signs of life meanwhile, so that a slow disk is no hang; but not for ever."""
+    source, slept = SlowSource(), []
     engine = stepping([published_slowly(7, source)])
     monkeypatch.setattr(child_engine, "PUBLISH_SECONDS", seconds)
-    source.polls, engine._pulse = 3, lambda: given.append("alive")
-    assert [number for number, _ in engine.step()] == [7] and len(given) == signs
+    monkeypatch.setattr(child_engine.time, "sleep", slept.append)
+    source.polls = 3
+    answers = [[number for number, _ in engine.step()] for _ in range(steps)]
+    assert answers == [[]] * (steps - 1) + [[7]] and len(slept) == steps - 1
