@@ -111,7 +111,7 @@ class ChatWish(Wish):
     def named(self, name: str) -> str:
         """Return the request's name of a field. `grammar` is the field that constrains the answer."""
         if name == "grammar" and self.constraint is not None and self.constraint.schema is None:
-            return "tool_choice" if self.constraint.forced else "tools"
+            return "tool_choice" if self.constraint.forced or self.constraint.barred else "tools"
         return Wish.named(self, name)
 
     def place(self, number: int | None, name: str) -> str:

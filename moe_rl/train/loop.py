@@ -137,9 +137,9 @@ def train(
                         measure_native=native_every > 0 and (step - 1) % native_every == 0,
                         samples=[sample.key for sample in batch.samples],
                     )
-                if trainer.settle(step, clock):
-                    with peers.phase("sync", step), clock("sync"):
-                        metrics |= trainer.sync(version=step)
+                settled = trainer.settle(step, clock)
+                with peers.phase("sync", step), clock("sync"):
+                    metrics |= trainer.sync(version=step) if settled else {}
             collapse = trainer.finish(step, batch, metrics, clock)
             # Save last: once a checkpoint for this step appears on disk, the step is already in the log.
             done, last = step, step == config.run.steps or collapse is not None

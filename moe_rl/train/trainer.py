@@ -275,8 +275,7 @@ class Trainer:
                 **{f"time/{name}": seconds for name, seconds in (clock.seconds | self.keeping.spent()).items()},
             }
         )
-        # A step after which the run stops may have no sync.
-        self.train_seconds = sum(clock.seconds.get(part, 0.0) for part in _TRAINING)
+        self.train_seconds = sum(clock.seconds[part] for part in _TRAINING)
         if self.main is not None:
             lines = samples.lines(step, batch.samples, batch.sequences, self.train_step.views)
             self.main.finish_step(step, metrics, lines)

@@ -206,10 +206,10 @@ def test_each_dialect_forces_a_tool(masked, router):
         assert reply.stop_reason == "tool_use" and reply.content[-1].input == {"a": 2, "b": 3}
 
 
-def test_each_dialect_bars_tools_that_it_was_told(masked, router):
+def test_each_dialect_bars_tools_that_it_was_told(masked):
     """As agents do for their last answer. The same question makes the model call the tool."""
     opened = masked.open()
-    given = {"tools": [ADD], "temperature": 0, "max_tokens": 40}
+    given = {"tools": [ADD], "temperature": 0, "max_tokens": 80}
     assert chat(masked, opened, SUM, **given).choices[0].message.tool_calls
     (choice,) = chat(masked, opened, SUM, **given, tool_choice="none").choices
     assert choice.message.content and not choice.message.tool_calls
@@ -221,7 +221,6 @@ def test_each_dialect_bars_tools_that_it_was_told(masked, router):
         **said, tool_choice={"type": "none"}, extra_body=test_anthropic.COLD
     )
     assert {block.type for block in reply.content} <= {"text", "thinking"} and reply.stop_reason != "tool_use"
-    check_supports(masked.store, masked.completions(masked.session(opened)), router)
 
 
 def test_strict_tools_bind_only_the_arguments(masked):

@@ -106,23 +106,6 @@ def test_a_stop_need_not_wait_for_the_next_batch(monkeypatch, ahead, leaves):
     assert did == (["late True", "settle", not leaves] if ahead else [])
 
 
-def test_a_step_without_a_sync_is_logged(monkeypatch):
-    """The run stops after it, because the sampler was not waited for."""
-    monkeypatch.setattr(trainer.world, "peak_memory", dict)
-    clock, logged = Clock(lambda part: None), []
-    clock.seconds = {part: 1.0 for part in trainer._TRAINING if part != "sync"}
-    run = SimpleNamespace(
-        facts=facts(), peak_flops=None, train_seconds=0.0,
-        keeping=SimpleNamespace(spent=dict), train_step=SimpleNamespace(
-            views=[], guards=SimpleNamespace(after_step=lambda step, metrics: logged.append(metrics))
-        ),
-        main=None, evidence=SimpleNamespace(of=lambda *_, **__: nullcontext()),
-    )  # fmt: skip
-    batch = SimpleNamespace(sequences=[SimpleNamespace(forwarded=4)], metrics={}, samples=[])
-    assert trainer.Trainer.finish(run, 3, batch, {}, clock) is None
-    assert run.train_seconds == 4.0 and "time/train" in logged[0] and "time/sync" not in logged[0]
-
-
 def test_a_stop_saves_a_checkpoint_without_a_call_to_the_pool():
     """The request may have left the pool in the middle of a call, which refuses every further one."""
 
