@@ -56,8 +56,7 @@ def dispatcher_problems(config: Config) -> Iterator[Problem]:
 def combination_problems(
     train: TrainConfig, parallel: ParallelConfig, facts: ModelFacts | None, *, experts: str = "natural"
 ) -> Iterator[Problem]:
-    """Yield a problem for each combination that has no effect, or under which the optimizer's state could not be moved,
-    saved or seen.
+    """Yield a problem for each combination that has no effect, computes something wrong, or hides Adam's state.
 
     Args:
         facts: The model's, None if they are not known.

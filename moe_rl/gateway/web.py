@@ -95,6 +95,7 @@ class GatewayApp:
         failed: Callable[[MoeRLError], None] = nobody,
     ):
         self._gateway, self._keeper, self._token, self._longest = gateway, keeper, token.encode(), longest
+        self._finishing: set[str] = set()  # sessions that make room for others
         self._failed = failed
         chat = Dialect(openai.read_chat, openai.chat_body, openai.chat_events)
         text = Dialect(openai.read_text, openai.text_body, openai.text_events)
@@ -216,7 +217,8 @@ class GatewayApp:
         """Finish the sessions whose time is over, if no other can be opened: their agents may be gone."""
         book, now = self._gateway.book, asyncio.get_running_loop().time()
         for session in book.all() if book.full else []:
-            if session.is_old(now) and not session.busy and not session.ended:
+            if session.is_old(now) and not session.busy and session.name not in self._finishing:
+                self._finishing.add(session.name)
                 try:
                     if session.turns:
                         await self._finished(session)
@@ -224,6 +226,8 @@ class GatewayApp:
                         self._gateway.forget(session)
                 except MoeRLError as error:
                     print(f"moe_rl: session {session.name} is not kept: {error}", file=sys.stderr, flush=True)
+                finally:
+                    self._finishing.discard(session.name)
 
     async def _finished(self, session: Session) -> dict[str, Any]:
         finished = self._gateway.end(session)

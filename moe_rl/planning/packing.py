@@ -42,8 +42,8 @@ def row_multiple(train: TrainConfig, parallel: ParallelConfig) -> int:
 
 
 def padded_length(tokens: int, ranks: int = 1, multiple: int = PAD_MULTIPLE) -> int:
-    """Return the rows of a run of `tokens` tokens on all `ranks` together, of which each has a `multiple`. Never 0,
-    because a rank without sequences takes part too.
+    """Return the rows of a run of `tokens` tokens on all `ranks` together, each of which has a multiple of `multiple`.
+    Never 0, because a rank without sequences takes part too.
     """
     multiple *= ranks
     return max(multiple, -(-tokens // multiple) * multiple)

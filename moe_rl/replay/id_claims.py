@@ -120,8 +120,8 @@ class IdRows:
 
 def id_rows(seen: RowsSeen) -> tuple[IdRows, IdRows]:
     """Return the fine rows as recorded, and some of them with faults planted: ONE id replaced in every row; the SAME
-    expert in every row, of those that the router leaves out of half the one that stands out least; some rows MIXED with
-    others. Raises ReplayError if a row names an expert twice."""
+    expert in every row; some rows MIXED with others. The same expert is one that the router leaves out of at least half
+    of the rows, and of these the one with the least regret. Raises ReplayError if a row names an expert twice."""
     rows, indices, fine = seen.watched.rows, seen.watched.fine, seen.fine
     lag, token = rows.lag[indices], rows.token[indices]
     # Older weights may be wrong in the same way wherever a token is.

@@ -24,10 +24,10 @@ def attach_problems(config: Config, facts: ModelFacts, runs_dir: Path, *, sample
     Writes and removes a small file there, to prove that both sides see the same folder.
 
     Args:
-        sampled: The servers of this config have sampled for the run.
+        sampled: A run that is resumed had the same servers.
 
     Raises:
-        SamplerGone: They have, and the only problem is that some do not answer.
+        SamplerGone: It had, and the only problem is that some do not answer.
     """
     try:
         servers = servers_of(config)

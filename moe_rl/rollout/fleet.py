@@ -126,7 +126,7 @@ class ServerFleet:
                 current weights, which must be the same on all.
 
         Raises:
-            SamplerGone: a server cannot be reached.
+            SamplerGone: a server cannot be reached, or fails.
             EngineError: a server does not see the trace folder.
             WeightSyncError: servers that are not adopted hold different or incomplete weights.
         """
@@ -145,7 +145,7 @@ class ServerFleet:
                 raise
             except EngineError as error:
                 raise SamplerGone(
-                    "A server does not answer",
+                    "A server does not answer" if error.message.fault == "silent" else "A server cannot be taken",
                     where={"key": "rollout.servers", "url": server.url},
                     got=error,
                     do="read its log, start it again, and begin or resume the run again",

@@ -247,7 +247,7 @@ class Peers:
     def to_be_left(self, *, late: bool = False) -> Iterator[None]:
         """Run work that may be interrupted anywhere: StopRequested is raised in it once this rank is asked to stop.
 
-        late: not before half of the time is over that saving leaves of the grace period.
+        late: this leaves half of the grace period, after the time that saving takes, to the work.
         """
         self._left, self._late = True, max(0.0, self.grace - self.save_seconds) / 2 if late else 0.0
         try:

@@ -621,6 +621,7 @@ COMPLETION = {
 def test_a_call_waits_as_long_as_the_server_loads_weights_or_samples(tmp_path, monkeypatch, what, path, meanwhile):
     make_token(token := tmp_path / "token")
     server, forwarded = VllmServer("http://host:1", token, timeout_seconds=0.2), 0
+    monkeypatch.setattr("moe_rl.rollout.server.PUBLISH_SECONDS", 0.7)
 
     async def answer(request):
         nonlocal forwarded
