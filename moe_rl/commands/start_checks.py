@@ -13,7 +13,6 @@ from moe_rl.config.check import config_problems, problems
 from moe_rl.config.check_cluster import node_problems, start_problems
 from moe_rl.config.check_files import absent_problems, prompt_problems, vocabulary_problems
 from moe_rl.config.environment import EnvironmentConfig
-from moe_rl.config.load import load_config
 from moe_rl.config.schema import Config
 from moe_rl.errors import About, ConfigError, DataError, MoeRLError, Problem, RewardError, describe
 from moe_rl.gateway.renderer_trial import renderer_problems
@@ -97,8 +96,7 @@ def every_problem(
         sampled = config.run.replays is None
         if config.rollout.servers and sampled and first and not absent + all_problems:
             runs_dir = folder.path.parent if folder else config.run.runs_dir
-            before = load_config(folder.config).rollout.servers if folder else ()
-            all_problems += attach_problems(config, facts, runs_dir, sampled=before == config.rollout.servers)
+            all_problems += attach_problems(config, facts, runs_dir, resumed=folder is not None)
     return absent + all_problems, task
 
 

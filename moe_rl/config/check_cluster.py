@@ -13,7 +13,7 @@ from moe_rl.errors import About, Problem, describe
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-_TELLS = "an engine beside the ranks logs and serves no statistics of vLLM"
+_TELLS = "an engine beside the ranks neither logs nor serves vLLM's statistics"
 # Settings of vLLM that only servers have.
 _OF_SERVERS = {
     "stream_interval": "only servers send several tokens at once; an engine must tell which weights sampled each",

@@ -18,23 +18,23 @@ from moe_rl.trace import TraceSpec
 from moe_rl.vllm.control import Served
 
 
-def attach_problems(config: Config, facts: ModelFacts, runs_dir: Path, *, sampled: bool = False) -> list[Problem]:
+def attach_problems(config: Config, facts: ModelFacts, runs_dir: Path, *, resumed: bool = False) -> list[Problem]:
     """Return why the config's servers cannot sample for a run below `runs_dir`, one message each.
 
     Writes and removes a small file there, to prove that both sides see the same folder.
 
     Args:
-        sampled: A run that is resumed had the same servers.
+        resumed: The run is resumed: a scheduler that began it again may have done so before its servers answer.
 
     Raises:
-        SamplerGone: It had, and the only problem is that some do not answer.
+        SamplerGone: It is, and the only problem is that some do not answer.
     """
     try:
         servers = servers_of(config)
     except EngineError as error:
         return error.problems
     problems, silent = asyncio.run(_problems(config, facts, runs_dir, servers))
-    if sampled and silent and len(silent) == len(problems):
+    if resumed and silent and len(silent) == len(problems):
         raise SamplerGone(
             "servers do not answer",
             where={"key": "rollout.servers"},

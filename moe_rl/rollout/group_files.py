@@ -127,7 +127,7 @@ class GroupFiles:
             yield group
 
     def remove(self, cursor: int) -> None:
-        """End a group of the feed: delete its file, if there is one. Its shards stay until `retain`."""
+        """End a group of the feed: delete its file, if there is one. Its shards stay until they are `unneeded`."""
         self._begun.discard(cursor)
         self._path(cursor).unlink(missing_ok=True)
 

@@ -178,7 +178,6 @@ def test_a_batch_that_is_lost_is_sampled_again_and_told(ahead, tmp_path):
     assert versions(folder, 5) == {4}
 
 
-@pytest.mark.nightly
 def test_a_stop_does_not_wait_for_a_batch_that_is_not_sampled_in_time(tmp_path):
     """Its engines are stopped while it is sampled. The step that was trained meanwhile is saved."""
     settings = [*AHEAD, "run.steps=5", "checkpoint.every_steps=5", "checkpoint.grace_seconds=20"]

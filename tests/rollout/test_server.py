@@ -414,10 +414,10 @@ def test_what_a_run_needs_otherwise_is_told_for_each_server(server, checkpoint, 
     }
     facts = read_model(checkpoint)
 
-    def problems(facts=facts, sampled=False, **more) -> list[str]:
+    def problems(facts=facts, resumed=False, **more) -> list[str]:
         overrides = [f"{key}={value}" for key, value in (settings | more).items()]
         config = load_config(ROOT / "configs/tiny_moe_cpu.yaml", overrides)
-        return attach_problems(config, facts, config.run.runs_dir, sampled=sampled)
+        return attach_problems(config, facts, config.run.runs_dir, resumed=resumed)
 
     assert problems() == [f"rollout.servers: two addresses lead to the same server: got {server.url} and {named}"]
     one = {"rollout.servers": f"[{server.url}]"}
@@ -448,8 +448,8 @@ def test_what_a_run_needs_otherwise_is_told_for_each_server(server, checkpoint, 
     (problem,) = problems(**{"rollout.servers": f"[{server.url},{gone}]"})
     assert "cannot be reached" in problem and gone in problem
     with refused(SamplerGone, "do not answer", key="rollout.servers", got=gone):
-        problems(sampled=True, **{"rollout.servers": f"[{server.url},{gone}]"})
-    (problem,) = problems(sampled=True, **one | {"rollout.token_file": tmp_path / "token"})
+        problems(resumed=True, **{"rollout.servers": f"[{server.url},{gone}]"})
+    (problem,) = problems(resumed=True, **one | {"rollout.token_file": tmp_path / "token"})
     assert "HTTP 401" in problem
     assert "does not see the folder" in problems(**one | {"run.runs_dir": tmp_path / "runs"})[0]
 
