@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import re
-import secrets
 import shutil
 import time
 from pathlib import Path
@@ -176,7 +175,7 @@ def publish(hidden: Path, step: int, *, keep: int | None, best: int | None = Non
         if done == best:
             continue
         # Rename before deleting: a half-deleted folder must not look complete.
-        doomed = old.with_name(f".{old.name}-{secrets.token_hex(4)}.tmp")
+        doomed = old.with_name(f".{old.name}.tmp")
         old.rename(doomed)
         shutil.rmtree(doomed, onexc=_unless_open)
     return final

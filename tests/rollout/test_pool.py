@@ -35,7 +35,10 @@ class Rollouts:
         self.sampled, self.judged = defaultdict(asyncio.Event), defaultdict(asyncio.Event)
         self.sampler, self.player, self.retained = SimpleNamespace(), None, []
         store = SimpleNamespace(shards=list)
-        self.kept, self.ledger = SimpleNamespace(store=store, retain=self.retained.append), None
+        self.kept, self.ledger = SimpleNamespace(store=store, unneeded=self._unneeded), None
+
+    def _unneeded(self, steps):
+        return lambda: self.retained.append(steps)
 
     async def open(self):
         pass

@@ -92,8 +92,9 @@ def run(path, out):
         seen["uncut"] = str(error)
 
     def pack_shifted(*arguments):  # with the numbers of the other rank's rows: as many, and wrong
-        *same, context, supports, heads = arguments
-        return dataclasses.replace(pack(*same, context, supports, heads), rows=pack(*same, (1 - rank, 2)).rows)
+        *same, context, supports, heads, multiple = arguments
+        theirs = pack(*same, (1 - rank, 2), multiple=multiple)
+        return dataclasses.replace(pack(*same, context, supports, heads, multiple), rows=theirs.rows)
 
     shares_of.pack = pack_shifted
     try:
