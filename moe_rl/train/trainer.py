@@ -2,31 +2,22 @@
 
 All ranks hold the policy. Rank 0 also has the log, and the sampler, the reward verifiers and the prompts, or the pool
 that owns these.
-
-Also profiles chosen steps of a run with torch.profiler, on chosen ranks: `report.profile`.
-
-A rank writes profiles/step000003-rank00000.json.gz, which Perfetto and Chrome's tracing page open, and on a GPU also
-profiles/step000003-rank00000.pickle, a snapshot of the allocator for PyTorch's memory viewer (never run).
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from moe_rl import checkpoint_folder
 from moe_rl.clock import Clock
 from moe_rl.config.check_cluster import overlap_problem
-from moe_rl.config.schema import Config, ProfileConfig
+from moe_rl.config.schema import Config
 from moe_rl.errors import CollapseError, ConfigError, Stopped
 from moe_rl.gateway.session_sequences import check_trained
 from moe_rl.megatron import checkpoint, world
@@ -53,80 +44,8 @@ from moe_rl.train.rank_zero import RankZero, open_rank_zero
 from moe_rl.train.replayed_run import last_step
 from moe_rl.train.run_folder import RunFolder
 from moe_rl.train.step import TrainStep
+from moe_rl.train.step_profiler import StepProfiler
 from moe_rl.weights.sender import WeightSender
-from moe_rl.whereabouts import HERE
-
-# Allocations and releases that a snapshot of the allocator remembers.
-_ALLOCATIONS = 200_000
-# Microbatches of each pass that a profile records.
-_PROFILED_MICROBATCHES = 8
-
-
-class _FirstMicrobatches:
-    """Lets a profile record the first microbatches of each pass, and what is between passes. Each operation takes
-    24 kB of host memory until the profile is written."""
-
-    def __init__(self, profiler: profile, activities: list[ProfilerActivity]):
-        self._profiler, self._activities, self._on = profiler, activities, True
-
-    def __call__(self, microbatch: int | None) -> None:
-        if (on := microbatch is None or microbatch < _PROFILED_MICROBATCHES) != self._on:
-            self._profiler.toggle_collection_dynamic(on, self._activities)
-            self._on = on
-
-
-class StepProfiler:
-    """Profiles the steps of one rank that the config names.
-
-    Args:
-        folder: for the files; made when the first one is written.
-        note: tells the run's reader which file is missing, and why.
-    """
-
-    def __init__(self, config: ProfileConfig | None, folder: Path, rank: int, note: Callable[[str], object]):
-        self._config = config if config is not None and rank in config.ranks else None
-        self._folder, self._rank, self._note = folder, rank, note
-
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Profile what runs inside, if the config names this step. A file that is above the limit, or
-        cannot be written, is not kept, with a note."""
-        if self._config is None or step not in self._config.steps:
-            yield
-            return
-        on_gpu = torch.cuda.is_available()
-        if on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        name, most = f"step{step:06d}-rank{self._rank:05d}", self._config.mib
-        try:
-            with profile(activities=activities, record_shapes=True) as profiler:
-                HERE.listener = _FirstMicrobatches(profiler, activities)
-                yield
-            self._write(f"{name}.json.gz", profiler.export_chrome_trace, most)
-            if on_gpu:
-                self._write(f"{name}.pickle", torch.cuda.memory._dump_snapshot, most)
-        finally:
-            HERE.listener = None
-            if on_gpu:
-                torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _write(self, name: str, export: Callable[[str], object], most: int) -> None:
-        unfinished = self._folder / f".{os.getpid()}-{name}"
-        try:
-            self._folder.mkdir(exist_ok=True)
-            export(str(unfinished))
-            size = unfinished.stat().st_size / 2**20
-            if size <= most:
-                unfinished.replace(self._folder / name)
-                return
-            why = f"it has {size:.1f} MiB, report.profile.mib is {most}"
-        except (OSError, RuntimeError) as error:  # such as a full disk, which must not end the run
-            why = str(error)
-        with suppress(OSError):
-            unfinished.unlink()
-        self._note(f"{self._folder / name} is not kept: {why}")
-
 
 # The timed parts of a step that every rank runs. A run that is asked to stop finishes these first.
 _TRAINING = ("placement", "routes", "logprobs", "train", "sync")

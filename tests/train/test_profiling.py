@@ -14,8 +14,8 @@ from moe_rl.__main__ import main
 from moe_rl.config.check import config_problems
 from moe_rl.config.load import load_config
 from moe_rl.config.schema import ProfileConfig
-from moe_rl.train import trainer
-from moe_rl.train.trainer import StepProfiler
+from moe_rl.train import step_profiler
+from moe_rl.train.step_profiler import StepProfiler
 from moe_rl.whereabouts import HERE
 from tests.support.refusals import tells
 from tests.train.stand_in_run import begin
@@ -52,7 +52,7 @@ def test_of_each_pass_the_first_microbatches_are_recorded_and_all_between_passes
     assert HERE.listener is None
     (path,) = tmp_path.iterdir()
     names = [one.get("name") for one in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
-    assert (names.count("aten::mm"), names.count("aten::exp")) == (2 * trainer._PROFILED_MICROBATCHES, 2)
+    assert (names.count("aten::mm"), names.count("aten::exp")) == (2 * step_profiler._PROFILED_MICROBATCHES, 2)
 
 
 @pytest.mark.parametrize(("full", "why"), [(False, "it has 3.0 MiB"), (True, "No space left")])
@@ -73,7 +73,7 @@ def test_a_profile_that_is_too_large_or_finds_no_room_is_named_and_ends_no_run(t
 def test_on_a_gpu_a_snapshot_of_the_allocator_is_written_too(tmp_path, monkeypatch):
     """A stand-in is the allocator, whose history ends with the step, also where the step fails."""
     history, profiled = [], SimpleNamespace(export_chrome_trace=lambda path: Path(path).touch())
-    monkeypatch.setattr(trainer, "profile", lambda **_: nullcontext(profiled))
+    monkeypatch.setattr(step_profiler, "profile", lambda **_: nullcontext(profiled))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **given: history.append(given))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
@@ -82,7 +82,7 @@ def test_on_a_gpu_a_snapshot_of_the_allocator_is_written_too(tmp_path, monkeypat
         pass
     with pytest.raises(ZeroDivisionError), profiler.step(2):
         raise ZeroDivisionError
-    assert history == [{"max_entries": trainer._ALLOCATIONS}, {"enabled": None}] * 2
+    assert history == [{"max_entries": step_profiler._ALLOCATIONS}, {"enabled": None}] * 2
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
         "step000001-rank00000.json.gz": b"",
         "step000001-rank00000.pickle": b"snapshot",
