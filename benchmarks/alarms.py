@@ -6,11 +6,12 @@ Synthetic passes come in chains of eight, which share a shape, a model and the h
 steps of a run do. Half of the chains have one of the named shapes of alarm_parts/zoo.py, the others drawn ones; three
 in four of these have weights that are older than the trainer's. Rollouts, in chains of four, are of real tiny models of
 every family, whose weights moved by updates (alarm_parts/models.py). Each pass is judged by the alignment test and by
-the rules of trace/variety.py. Faults are planted into the first pass of a chain, and judged without a history. A fault
-counts as planted if it changes a quarter of the ids in at least 80% of the rows that it is about: equal rows of other
-places are no fault. It is missed if nothing is refused. It is "missed with power" if the claim that is about it was
-proven on the same pass before. Runs train such a model for six steps, and every other guard judges each step: second
-witness, canary, conservation, lag 0 and collapse (alarm_parts/guards.py).
+the rules of trace/variety.py. The canary's comparison judges 256 rows of the first pass of each chain without older
+weights. Faults are planted into the first pass of a chain, and judged without a history. A fault counts as planted if
+it changes a quarter of the ids in at least 80% of the rows that it is about: equal rows of other places are no fault.
+It is missed if nothing is refused. It is "missed with power" if the claim that is about it was proven on the same pass
+before. Runs train such a model for six steps, and every other guard judges each step: second witness, canary,
+conservation, lag 0 and collapse (alarm_parts/guards.py).
 
 The results are written every minute. With an existing FILE the benchmark goes on from it.
 
@@ -65,7 +66,7 @@ def main() -> None:
     for number in range(count.rollouts // PASSES, len(wanted)):
         name, history = f"{wanted[number].family}, {'trained' if wanted[number].trained else 'random'}", History()
         for step, one in enumerate(rollouts(wanted[number], given.seed + number)):
-            count.add(name, one, given.seed + number, history, plant=step == 0)
+            count.add(name, one, given.seed + number, history, first=step == 0, plant=step == 0)
             count.rollouts += 1
         count.write(given.json)
     for number in range(count.runs, min(given.runs, len(settings()))):
@@ -127,7 +128,7 @@ class _Count:
         if again:
             one.judge(history=self._history)
         else:
-            self.add(name, one, seed, self._history, plant=plant and step == 0)
+            self.add(name, one, seed, self._history, first=step == 0, plant=plant and step == 0)
 
     def run(self, setting: Setting, seed: int) -> None:
         """Let the other guards judge a run."""
@@ -148,11 +149,16 @@ class _Count:
                 )
         self.runs += 1
 
-    def add(self, name: str, one: Pass, seed: int, history: History, *, plant: bool) -> None:
-        """Judge a healthy pass and, with `plant`, the same pass with some faults. name: of its shape."""
+    def add(self, name: str, one: Pass, seed: int, history: History, *, first: bool, plant: bool) -> None:
+        """Judge a healthy pass and, with `plant`, the same pass with some faults. name: of its shape. first: of its
+        chain."""
         found = one.judge(history=history)
         status = {claim.name: claim.status for claim in found.claims}
         alarms = [*found.faults, *(() if one.varied() else ["no variety"])]
+        if first and not one.lag.any():
+            heard = one.canary()
+            self.guards.setdefault("canary", Counter()).update(checks=1, alarms=bool(heard))
+            alarms += heard
         self.passes += 1
         shape = self.shapes.setdefault(name, Counter())
         shape.update(passes=1, alarms=bool(alarms))

@@ -57,13 +57,13 @@ def run(setting: models.Setting, seed: int) -> Iterator[Checked]:
         apart, last = float((scores[0] - scores[1]).abs().mean()), scores
         heard = Heard(apart, apart, "sampler", change=(*changes, "sampler") if changes else None)
         yield "canary", "", _refuses(guards.after_sync, step, heard)
-        (_, witness), (logits, record) = (models.Routers(one).run(canary[:, :-1]) for one in (model, sampler))
-        about = ([canary.shape[1] - 1] * len(canary), range(len(record)), logits.shape[2])
-        found, power = compare_routes(record, witness, *about)
+        (ranked, chosen), (_, record) = (models.Routers(one).run(canary[:, :-1]) for one in (model, sampler))
+        trainer = (chosen, ranked, list(canary[:, :-1].numpy()), range(len(record)))
+        found, power = compare_routes(record, *trainer)
         yield "canary", "", bool(found)
         exchanged = record[[1, 0, *range(2, len(record))]]
         if power >= 0.95 and is_fault(record[:2], exchanged[:2]):
-            yield "canary", "two layers exchanged", bool(compare_routes(exchanged, witness, *about)[0])
+            yield "canary", "two layers exchanged", bool(compare_routes(exchanged, *trainer)[0])
 
         yield "second witness", "", _contradicted(sampler, canary[:, :-1], record)
         late = np.roll(record, 1, 1)

@@ -194,6 +194,14 @@ class Pass:
             return False
         return True
 
+    def canary(self, rows: int = 256) -> list[str]:
+        """Return what the canary's comparison finds in the first rows."""
+        from moe_rl.train.canary import compare_routes  # loads Megatron
+
+        fed = [ids[: max(0, rows - start)] for ids, start in zip(self.tokens, self.starts, strict=False)]
+        own = (values[:, :rows] for values in (self.record, self.witness, self.scores))
+        return compare_routes(*own, [ids for ids in fed if len(ids)], range(len(self.record)))[0]
+
     def judge(self, record: np.ndarray | None = None, history: History | None = None) -> Alignment:
         """Run the alignment test, on this record or on another one [L, N, K]."""
         record = self.record if record is None else record

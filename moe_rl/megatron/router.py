@@ -73,7 +73,7 @@ class _RecordedTopK:
             values, indices = choose(scores)
             replay.observe_native(microbatch, layer, indices, scores)
             if replay.mode == "record":
-                replay.record(microbatch, layer, indices)
+                replay.record(microbatch, layer, indices, scores)
             return values, indices
         indices, without_route = replay.take(microbatch, layer, scores.shape[0]), replay.native_rows(microbatch)
         if replay.watch.native or without_route is not None:

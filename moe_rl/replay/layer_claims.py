@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_rl.objectives.device import to_device
 from moe_rl.replay.claims import Bets, log_e, no_noise
 from moe_rl.replay.regret import Regret, RowsSeen
+from moe_rl.replay.row_places import RowPlaces
 
 _SHIFTS = (0, -2, -1, 1, 2)
 # A layer with this mean regret is refused without statistics: its record is little better than random experts. At
@@ -49,19 +50,15 @@ class LayerSample:
         return cls(seen.fine.ids[:, fine], seen.fine.regret.pick(fine).each(), *where)
 
     @classmethod
-    def of_choice(
-        cls, ids: np.ndarray, choice: np.ndarray, experts: int, sequence: np.ndarray, position: np.ndarray
-    ) -> LayerSample:
-        """Make a sample from the witness's choice alone: all other experts score alike.
+    def of_rows(cls, ids: np.ndarray, choice: np.ndarray, scores: np.ndarray, places: RowPlaces) -> LayerSample:
+        """Take all rows of `places`.
 
         Args:
-            ids, choice: int64 [L, S, K].
-            sequence, position: [S].
+            ids, choice: int64 [L, S, K], the record and the routers' own choice.
+            scores: float32 [L, S, E], what the routers rank by.
         """
-        layers, rows, _ = ids.shape
-        scores = torch.zeros(layers, rows, experts).scatter_(2, torch.from_numpy(choice), 1.0)
-        alone = Regret.of(torch.from_numpy(choice), scores).each()
-        return cls(torch.from_numpy(ids), alone, sequence, position, np.arange(rows))
+        regret = Regret.of(torch.from_numpy(choice), torch.from_numpy(scores)).each()
+        return cls(torch.from_numpy(ids), regret, places.sequence, places.position, places.context)
 
 
 def layer_tests(sample: LayerSample, layers: Seq[int], *, fresh: bool) -> tuple[Bets, Bets]:

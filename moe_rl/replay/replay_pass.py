@@ -99,6 +99,7 @@ class Watch:
         align_from: Number of this pass's first microbatch in that test.
         against: The record to compare the router's choice with, if it is not what the pass takes: the same microbatches
             with other routes.
+        scores: In mode "record", keep what every router ranks by.
         logits: Keep the logits of every router.
     """
 
@@ -106,6 +107,7 @@ class Watch:
     align: AlignmentTest | None = None
     align_from: int = 0
     against: list[MicrobatchRoutes] | None = None
+    scores: bool = False
     logits: bool = False
 
 
@@ -118,6 +120,7 @@ class PassSeen:
         compared: With `Watch.native`, one per microbatch, over this rank's layers.
         alignment: Result of the alignment test, if this pass ended it.
         recorded: In mode "record", the same microbatches with the routes that the routers chose.
+        router_scores: With `Watch.scores`, {(microbatch, layer): [R, E]}.
         router_logits: With `Watch.logits`, {(microbatch, layer): [R, E]}, before scores, bias and groups.
     """
 
@@ -125,6 +128,7 @@ class PassSeen:
     compared: list[Compared] = field(default_factory=list)
     alignment: Alignment | None = None
     recorded: list[MicrobatchRoutes] = field(default_factory=list)
+    router_scores: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     router_logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
 
@@ -264,11 +268,13 @@ class ReplayPass:
         self._taken.count(microbatch, layer)
         return routes.long()
 
-    def record(self, microbatch: int, layer: int, chosen: torch.Tensor) -> None:
-        """Keep the router's choice [R, K], and count it as taken."""
+    def record(self, microbatch: int, layer: int, chosen: torch.Tensor, scores: torch.Tensor) -> None:
+        """Keep the router's choice [R, K], made by its scores [R, E], and count it as taken."""
         self._check_whose(microbatch, layer)
         self._taken.count(microbatch, layer)
         self._chosen[microbatch, layer] = chosen.detach().to(torch.int16)
+        if self.watch.scores:
+            self.seen.router_scores[microbatch, layer] = scores.detach()
 
     def _recorded(self) -> list[MicrobatchRoutes]:
         """Return the same microbatches with the routes that the routers chose in this pass."""

@@ -1,8 +1,8 @@
 """Lets trainer and samplers score the same fixed runs of tokens after every update, and compares the results.
 
 Every sampler scores the runs and publishes the routes that it took, recorded like those of any request. The trainer
-scores the runs with routers that choose for themselves. The recorded routes are tested against these routers' choice,
-the witness.
+scores the runs with routers that choose for themselves. The recorded routes are tested against the scores by which
+these routers choose.
 
 Legend for shapes: L MoE layers of the model, S rows (tokens that are fed, of all runs), K top-k experts per token,
 E experts.
@@ -21,10 +21,11 @@ from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Work, pack
 from moe_rl.megatron.policy import Policy
 from moe_rl.planning.packing import fill_rounds
-from moe_rl.replay.claims import ALPHA, History, judge
+from moe_rl.replay.claims import ALPHA, RARE, History, judge
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
 from moe_rl.replay.replay_pass import Watch
 from moe_rl.replay.routes import RowPolicy
+from moe_rl.replay.row_places import RowPlaces
 from moe_rl.rollout.pool_client import PooledRollouts
 from moe_rl.rollout.sampler import Blocking
 from moe_rl.trace import RouteRecord, TraceSpec, TraceStore, validate
@@ -32,13 +33,25 @@ from moe_rl.types import ScoredTokens, Sequence, sampled_by
 
 _SHARD = "canary"
 _NATIVE = RowPolicy(missing="native")
-# Two experts count as exchanged when, in more than this share of the rows that chose one of them, the record has the
-# other instead.
-_CONFUSED = 0.1
+# Two experts whose regrets differ by less than this may be exchanged by rounding.
+_CLEAR = 0.5
 
 
-Native = tuple[np.ndarray, np.ndarray]
-"""The trainer's results for the runs: log-probabilities [S], and the experts that its routers choose, [L, S, K]."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Native:
+    """Holds the trainer's results for the runs.
+
+    Attributes:
+        logprobs: [S].
+        chosen: int64 [L, S, K], the routers' own choice.
+        scores: float32 [L, S, E], what the routers rank by.
+        logits: float32 [L, S, E] of the routers. NaN if nobody asked for them.
+    """
+
+    logprobs: np.ndarray
+    chosen: np.ndarray
+    scores: np.ndarray
+    logits: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +124,7 @@ class Canary:
         if sampler is not None:
             self.score(sampler, version)
         with world.agreed("canary"):
-            heard = None if sampler is None else self._heard(*own, version, exact)
+            heard = None if sampler is None else self._heard(own, version, exact)
         return world.broadcast(heard, Heard)
 
     def score(self, sampler: Blocking | PooledRollouts, version: int) -> None:
@@ -119,20 +132,20 @@ class Canary:
         self.store.remove(*self._shards())  # left by a run that ended during a comparison
         self.scored, self.records = sampler.score(self.runs, shard=f"{_SHARD}-version{version:06d}"), {}
 
-    def _heard(self, trainer_logprobs: np.ndarray, witness: np.ndarray, version: int, exact: float) -> Heard:
+    def _heard(self, own: Native, version: int, exact: float) -> Heard:
         heard, scores = [], dict[str, np.ndarray]()
         for scored in self.scored:
             scores[scored.by] = np.concatenate(scored.logprobs)
-            apart = np.abs(trainer_logprobs - scores[scored.by])
-            suspects = self._suspects(apart, witness, exact) if exact else ""
+            apart = np.abs(own.logprobs - scores[scored.by])
+            suspects = self._suspects(apart, own.chosen, exact) if exact else ""
             if scored.routes:
-                heard.append(self._align(scored, apart, witness, version, suspects))
+                heard.append(self._align(scored, apart, own, version, suspects))
             else:
                 heard.append(Heard(float(apart.mean()), float(apart.mean()), scored.by, suspects=suspects))
         self.store.remove(*self._shards())
         worst = max(heard, key=lambda result: math.inf if math.isnan(result.settled) else result.settled)
         recorded = sum(result.mismatch is not None for result in heard) / len(heard)
-        return replace(worst, recorded=recorded, change=self._change(version, trainer_logprobs, scores))
+        return replace(worst, recorded=recorded, change=self._change(version, own.logprobs, scores))
 
     def _change(self, version: int, ours: np.ndarray, scores: dict[str, np.ndarray]) -> tuple[float, float, str] | None:
         """Return the change since the version before, as in Heard, and remember this version."""
@@ -145,40 +158,34 @@ class Canary:
     def _shards(self) -> list[str]:
         return [name for name in self.store.shards() if name.startswith(f"{_SHARD}-")]
 
-    def natively(self, policy: Policy, version: int) -> Native:
-        """Return the trainer's log-probabilities [S] and its routers' own choice int64 [L, S, K], over all ranks.
-
-        All ranks call it with the weights of this version.
-        """
+    def natively(self, policy: Policy, version: int, *, logits: bool = False) -> Native:
+        """Return the trainer's results for the runs, over all ranks. All ranks call it with the weights of this
+        version. logits: also those of the routers."""
         self._lr = policy.lr
-        logprobs, chosen, _ = self.followed(policy, version)
-        return logprobs, chosen
-
-    def followed(
-        self, policy: Policy, version: int, *, logits: bool = False
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return what `natively` does, and the logits float32 [L, S, E] of the routers: NaN without `logits`."""
         self._work = self._work or self._packed(policy, version)
-        own_pass = policy.score(
-            self._work, "record", f"canary of version {version}", Watch(logits=logits), temperature=1.0
-        )
+        watch = Watch(scores=True, logits=logits)
+        own_pass = policy.score(self._work, "record", f"canary of version {version}", watch, temperature=1.0)
         logprobs, seen = own_pass.logprobs[0], own_pass.seen
         chosen, rows = seen.recorded[0].routes, self._work[0].microbatch.routed_rows
         tokens = sum(map(len, self._fed))
         here = np.flatnonzero(rows < tokens)
-        own = _Chosen([], [], b"", b"")
+        own = _Chosen([], [], b"", b"", b"")
         if world.data_parallel()[0] == 0:  # the others route the same tokens
             mine = np.stack([chosen[layer].cpu().numpy()[here] for layer in policy.layers]).astype(np.int16)
-            kept = [seen.router_logits[0, layer].float().cpu().numpy()[here] for layer in policy.layers if logits]
-            own = _Chosen(list(policy.layers), rows[here].tolist(), mine.tobytes(), b"".join(x.tobytes() for x in kept))
+            ranked, kept = (
+                b"".join(of[0, layer].float().cpu().numpy()[here].tobytes() for layer in policy.layers if of)
+                for of in (seen.router_scores, seen.router_logits)
+            )
+            own = _Chosen(list(policy.layers), rows[here].tolist(), mine.tobytes(), ranked, kept)
         layers = len(self.spec.moe_layers)
         witness = np.full((layers, tokens, self.spec.top_k), -1, np.int64)
-        scored = np.full((layers, tokens, self.spec.num_experts), np.nan, np.float32)
+        scores, scored = np.full((2, layers, tokens, self.spec.num_experts), np.nan, np.float32)
         for part in world.gather(own, _Chosen):
             places = np.ix_([self.spec.moe_layers.index(layer) for layer in part.layers], part.rows)
             shape = (len(part.layers), len(part.rows), -1)
             if part.rows:
                 witness[places] = np.frombuffer(part.chosen, np.int16).reshape(shape)
+                scores[places] = np.frombuffer(part.scores, np.float32).reshape(shape)
             if part.logits:
                 scored[places] = np.frombuffer(part.logits, np.float32).reshape(shape)
         if (witness < 0).any():
@@ -186,7 +193,7 @@ class Canary:
             raise WeightSyncError(
                 "no rank routed a token of the canary", where={"token": row, "layer": self.spec.moe_layers[layer]}
             )
-        return logprobs.cpu().numpy(), witness, scored
+        return Native(logprobs.cpu().numpy(), witness, scores, scored)
 
     def _packed(self, policy: Policy, version: int) -> list[Work]:
         """Pack all runs into one microbatch, which serves every version: the runs have no routes to read. Interleaved
@@ -204,9 +211,7 @@ class Canary:
             work.append(Work(microbatch, table, microbatch.rollout_logprobs))
         return work
 
-    def _align(
-        self, scored: ScoredTokens, apart: np.ndarray, witness: np.ndarray, version: int, suspects: str
-    ) -> Heard:
+    def _align(self, scored: ScoredTokens, apart: np.ndarray, own: Native, version: int, suspects: str) -> Heard:
         """Return what one sampler's scores and routes show. Raises WeightSyncError for a layer with wrong routes.
 
         apart [S]: |log-probability difference| of each token.
@@ -215,8 +220,7 @@ class Canary:
         for record, fed, ref in zip(records, self._fed, scored.routes, strict=True):
             validate(record, token_ids=fed, spec=self.spec, weight_version=version, ref=ref)
         routes = np.concatenate([record.routes for record in records]).transpose(1, 0, 2).astype(np.int64)
-        lengths = list(map(len, self._fed))
-        problems, power = compare_routes(routes, witness, lengths, self.spec.moe_layers, self.spec.num_experts)
+        problems, power = compare_routes(routes, own.chosen, own.scores, self._fed, self.spec.moe_layers)
         if problems:
             raise WeightSyncError(
                 "sampler and trainer route the canary differently",
@@ -226,8 +230,8 @@ class Canary:
                 do="look at the export of these layers, starting with the first: its router and all before it; "
                 f"then at the recorder. The trace keeps the routes in shard {scored.routes[0].parts[0].shard}",
             )
-        differs = (np.sort(routes, -1) != np.sort(witness, -1)).any(-1)
-        ends = np.cumsum(lengths)[:-1]
+        differs = (np.sort(routes, -1) != np.sort(own.chosen, -1)).any(-1)
+        ends = np.cumsum(list(map(len, self._fed)))[:-1]
         before = np.concatenate([np.cumsum(run) == 0 for run in np.split(differs.any(0), ends)])
         settled = apart[before] if before.mean() >= 0.5 else apart
         return Heard(
@@ -267,71 +271,69 @@ class Canary:
 
 
 def compare_routes(
-    routes: np.ndarray, witness: np.ndarray, lengths: Seq[int], layers: Seq[int], experts: int
+    routes: np.ndarray, chosen: np.ndarray, scores: np.ndarray, fed: Seq[np.ndarray], layers: Seq[int]
 ) -> tuple[list[str], float]:
     """Return which layers have wrong routes, in words, and the share of layers in which unrelated routes would have
     been noticed.
 
     Args:
-        routes, witness: int64 [L, S, K].
-        lengths: Rows of each run.
+        routes, chosen, scores: int64 [L, S, K], int64 [L, S, K], float32 [L, S, E]; see `LayerSample.of_rows`.
+        fed: Token ids of each run.
         layers: [L], global numbers.
-        experts: Number in each layer.
     """
-    sequence = np.repeat(np.arange(len(lengths)), lengths)
-    position = np.concatenate([np.arange(length) for length in lengths])
-    sample = LayerSample.of_choice(np.ascontiguousarray(routes), witness, experts, sequence, position)
+    places = RowPlaces.of(fed, [len(ids) for ids in fed], np.ones(routes.shape[1], bool), slice(None))
+    sample = LayerSample.of_rows(routes, chosen, scores, places)
     claims = [judge(tests, History()) for tests in layer_tests(sample, layers, fresh=True)]
     problems = [text for claim in claims for text in claim.found]
-    return problems or confused_experts(routes, witness, layers, experts), min(claim.power for claim in claims)
+    return problems or exchanged_experts(sample, chosen, layers), min(claim.power for claim in claims)
 
 
-def confused_experts(routes: np.ndarray, witness: np.ndarray, layers: Seq[int], experts: int) -> list[str]:
-    """Name the pairs of experts that took each other's tokens.
+def exchanged_experts(sample: LayerSample, chosen: np.ndarray, layers: Seq[int]) -> list[str]:
+    """Name the pairs of experts that have each other's place in most rows.
 
-    routes, witness: int64 [L, S, K]. layers [L]: global numbers. experts: in each layer.
-    For each pair the test looks
-    at the rows where the witness chose exactly one of the two. If the two were exchanged, the record has the other in
-    these rows, in both directions. With sound routers that happens in fewer than one row in ten: they differ only where
-    the last choice is nearly a tie, and then with many experts, not always the same one. The probability that chance
-    alone names any pair is at most ALPHA by Chernoff's bound for a mean of values in [0, 1] (Hoeffding 1963, theorem
-    1).
+    A row counts for a pair if the trainer chose exactly one of the two, and the other has a clearly larger regret. If
+    the record has the other instead, it is a hit. Noise makes at most RARE of such rows hits, whatever other rows
+    showed, so chance names any pair with a probability of at most ALPHA (see `claims`). Rows with the same last four
+    tokens count as one. Both directions need hits in most rows: the scores of one expert alone may have drifted.
+
+    Args:
+        sample, layers: As in `layer_tests`.
+        chosen: int64 [L, S, K], the routers' own choice.
     """
+    regret = sample.regret.numpy()
+    _, rows, experts = regret.shape
     needed = math.log(len(layers) * experts * (experts - 1) / 2 / ALPHA)
+    _, cluster, size = np.unique(sample.context, return_inverse=True, return_counts=True)
     problems = []
     for index, layer in enumerate(layers):
-        theirs, ours = (np.zeros((routes.shape[1], experts), bool) for _ in range(2))
-        np.put_along_axis(theirs, routes[index], True, 1)
-        np.put_along_axis(ours, witness[index], True, 1)
-        only_ours, only_theirs = (ours & ~theirs).astype(np.int64), (theirs & ~ours).astype(np.int64)
-        moved = only_ours.T @ only_theirs  # [E, E]: rows where only the trainer took one, only the sampler the other
-        taken = ours.astype(np.int64)
-        apart = taken.T @ (1 - taken)  # rows where the trainer took one and not the other
-        for a, b in np.argwhere(np.triu((moved > 0) & (moved.T > 0), 1)).tolist():
-            rows, exchanged = int(apart[a, b] + apart[b, a]), int(moved[a, b] + moved[b, a])
-            share = exchanged / rows
-            if share > _CONFUSED and rows * divergence(share, _CONFUSED) >= needed:
-                problems.append(f"layer {layer} has experts {a} and {b} exchanged: in {exchanged} of {rows} rows")
+        theirs, ours = (np.zeros((rows, experts), bool) for _ in range(2))
+        np.put_along_axis(theirs, sample.ids[index].numpy(), True, 1)
+        np.put_along_axis(ours, chosen[index], True, 1)
+        # [E, E]: rows where only the trainer took the first expert, and only the sampler the second
+        moved = (ours & ~theirs).astype(np.float32).T @ (theirs & ~ours)
+        for pair in np.argwhere(np.triu((moved > 0) & (moved.T > 0), 1)).tolist():
+            ways = np.array([pair, pair[::-1]]).T
+            (first, second), here = ways, regret[index]
+            clear = ours[:, first] & ~ours[:, second] & (here[:, second] - here[:, first] >= _CLEAR)  # [S, 2]
+            hit = clear & theirs[:, second] & ~theirs[:, first]
+            x = np.bincount(cluster, ((0.5 / RARE) * hit - 0.5 * clear).sum(1)) / size
+            if (2 * hit.sum(0) > clear.sum(0)).all() and np.log1p(x).sum() >= needed:
+                told = f"in {hit.sum()} of {clear.sum()} rows"
+                problems.append(f"layer {layer} has experts {pair[0]} and {pair[1]} exchanged: {told}")
     return problems
-
-
-def divergence(mean: float, expected: float) -> float:
-    """Return the Kullback-Leibler divergence of two Bernoulli means, in nats. Times `n`, it is -log of the Chernoff
-    bound."""
-    parts = ((mean, expected), (1 - mean, 1 - expected))
-    return sum(p * math.log(p / q) if q > 0 else math.inf for p, q in parts if p > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
     """Holds what one rank's routers chose in its layers [l] and rows [s].
 
-    chosen: the bytes of int16 [l, s, K]. logits: those of float32 [l, s, E], or none.
+    chosen: the bytes of int16 [l, s, K]. scores: those of float32 [l, s, E]. logits: the same, or none.
     """
 
     layers: list[int]
     rows: list[int]
     chosen: bytes
+    scores: bytes
     logits: bytes
 
 

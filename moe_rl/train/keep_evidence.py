@@ -249,14 +249,15 @@ class _Keeping:
             return []
         canary = Canary(runs, self.store, self.spec)
         try:
-            logprobs, chosen, logits = canary.followed(self.policy, self.evidence.version, logits=True)
+            own = canary.natively(self.policy, self.evidence.version, logits=True)
         except MoeRLError as error:
             if not error.everywhere:
                 raise
             self.evidence.left_out.append(f"the trainer's own results: {error}")  # its fault lasts
             return [{} for _ in runs]
         ends = np.cumsum([len(run) - 1 for run in runs])[:-1]
-        parts = (logprobs.astype(np.float32), chosen.transpose(1, 0, 2).astype(np.uint16), logits.transpose(1, 0, 2))
+        chosen, logits = own.chosen.transpose(1, 0, 2).astype(np.uint16), own.logits.transpose(1, 0, 2)
+        parts = (own.logprobs.astype(np.float32), chosen, logits)
         names, cut = ("trainer_logprobs", "chosen", "trainer_logits"), (np.split(part, ends) for part in parts)
         return [dict(zip(names, arrays, strict=True)) for arrays in zip(*cut, strict=True)]
 

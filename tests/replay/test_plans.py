@@ -112,7 +112,7 @@ def test_a_pass_that_routes_natively_has_no_plan(mode):
         begin(s, 0)
         assert all(s.plan(0, layer, TOKENS) is None for layer in LAYERS)
         for layer in LAYERS:
-            s.record(0, layer, tables[0].routes[layer])
+            s.record(0, layer, tables[0].routes[layer], tables[0].routes[layer])
 
 
 def test_a_plan_of_other_routes_is_refused():
@@ -156,7 +156,7 @@ def test_the_trainers_own_routes_are_planned_as_they_were_recorded():
     with pass_of(tables, mode="record") as s:
         begin(s, 0)
         for layer in LAYERS:
-            s.record(0, layer, own.routes[layer])
+            s.record(0, layer, own.routes[layer], own.routes[layer])
     recorded = s.seen.recorded
     (got,), (wanted,) = plans_of(recorded), plans_of([own])
     assert all(torch.equal(got[layer].entries, wanted[layer].entries) for layer in LAYERS)

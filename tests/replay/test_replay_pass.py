@@ -387,7 +387,7 @@ def test_a_recording_pass_gives_the_routes_that_the_next_one_must_take():
             for layer in LAYERS:
                 choice = own[m].routes[layer].long()
                 first.observe_native(m, layer, choice, FLAT)
-                first.record(m, layer, choice)
+                first.record(m, layer, choice, choice)
     assert first.seen.tally.consumed == first.seen.tally.expected == 6 and first.seen.tally.native_mismatch > 0
     recorded = first.seen.recorded
     with pass_of(recorded) as second:
@@ -405,7 +405,7 @@ def test_a_recording_pass_that_missed_a_layer_is_refused():
     ):
         begin(s, 0)
         for layer in LAYERS[:2]:
-            s.record(0, layer, s.routes(0, layer))
+            s.record(0, layer, s.routes(0, layer), s.routes(0, layer))
 
 
 def test_rows_without_a_route_are_left_to_the_router():
@@ -655,7 +655,7 @@ def test_routes_of_the_trainers_own_are_no_samplers():
     with pass_of([one], mode="record") as first:
         begin(first, 0)
         for layer in LAYERS:
-            first.record(0, layer, one.routes[layer].flip(0))
+            first.record(0, layer, one.routes[layer].flip(0), one.routes[layer])
     with pass_of(first.seen.recorded) as s:
         run(s)
     assert s.seen.tally.applied_mismatch == 0
