@@ -50,15 +50,16 @@ class LayerSample:
         return cls(seen.fine.ids[:, fine], seen.fine.regret.pick(fine).each(), *where)
 
     @classmethod
-    def of_rows(cls, ids: np.ndarray, choice: np.ndarray, scores: np.ndarray, places: RowPlaces) -> LayerSample:
-        """Take all rows of `places`.
+    def of_choice(cls, ids: np.ndarray, choice: np.ndarray, experts: int, places: RowPlaces) -> LayerSample:
+        """Take all rows of `places`, with the routers' choice alone: all other experts score alike.
 
         Args:
-            ids, choice: int64 [L, S, K], the record and the routers' own choice.
-            scores: float32 [L, S, E], what the routers rank by.
+            ids, choice: int64 [L, S, K].
         """
-        regret = Regret.of(torch.from_numpy(choice), torch.from_numpy(scores)).each()
-        return cls(torch.from_numpy(ids), regret, places.sequence, places.position, places.context)
+        layers, rows, _ = ids.shape
+        scores = torch.zeros(layers, rows, experts).scatter_(2, torch.from_numpy(choice), 1.0)
+        alone = Regret.of(torch.from_numpy(choice), scores).each()
+        return cls(torch.from_numpy(ids), alone, places.sequence, places.position, places.context)
 
 
 def layer_tests(sample: LayerSample, layers: Seq[int], *, fresh: bool) -> tuple[Bets, Bets]:

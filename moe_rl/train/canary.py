@@ -1,8 +1,8 @@
 """Lets trainer and samplers score the same fixed runs of tokens after every update, and compares the results.
 
 Every sampler scores the runs and publishes the routes that it took, recorded like those of any request. The trainer
-scores the runs with routers that choose for themselves. The recorded routes are tested against the scores by which
-these routers choose.
+scores the runs with routers that choose for themselves. The recorded routes are tested against these routers' choice
+and scores, the witness.
 
 Legend for shapes: L MoE layers of the model, S rows (tokens that are fed, of all runs), K top-k experts per token,
 E experts.
@@ -15,14 +15,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from moe_rl.errors import WeightSyncError, after_lr
 from moe_rl.megatron import world
 from moe_rl.megatron.microbatch import Work, pack
 from moe_rl.megatron.policy import Policy
 from moe_rl.planning.packing import fill_rounds
-from moe_rl.replay.claims import ALPHA, RARE, History, judge
+from moe_rl.replay.claims import ALPHA, RARE, History, judge, log_e
 from moe_rl.replay.layer_claims import LayerSample, layer_tests
+from moe_rl.replay.regret import Regret
 from moe_rl.replay.replay_pass import Watch
 from moe_rl.replay.routes import RowPolicy
 from moe_rl.replay.row_places import RowPlaces
@@ -277,50 +279,61 @@ def compare_routes(
     been noticed.
 
     Args:
-        routes, chosen, scores: int64 [L, S, K], int64 [L, S, K], float32 [L, S, E]; see `LayerSample.of_rows`.
+        routes, chosen: int64 [L, S, K], the record and the routers' own choice.
+        scores: float32 [L, S, E], what the routers rank by.
         fed: Token ids of each run.
         layers: [L], global numbers.
     """
     places = RowPlaces.of(fed, [len(ids) for ids in fed], np.ones(routes.shape[1], bool), slice(None))
-    sample = LayerSample.of_rows(routes, chosen, scores, places)
+    sample = LayerSample.of_choice(routes, chosen, scores.shape[2], places)
     claims = [judge(tests, History()) for tests in layer_tests(sample, layers, fresh=True)]
     problems = [text for claim in claims for text in claim.found]
-    return problems or exchanged_experts(sample, chosen, layers), min(claim.power for claim in claims)
+    return problems or wrong_ids(routes, chosen, scores, places.context, layers), min(claim.power for claim in claims)
 
 
-def exchanged_experts(sample: LayerSample, chosen: np.ndarray, layers: Seq[int]) -> list[str]:
-    """Name the pairs of experts that have each other's place in most rows.
+def wrong_ids(
+    routes: np.ndarray, chosen: np.ndarray, scores: np.ndarray, context: np.ndarray, layers: Seq[int]
+) -> list[str]:
+    """Name the pairs of experts that have each other's place in most rows. If there are none, name the layers with
+    wrong ids in most rows.
 
-    A row counts for a pair if the trainer chose exactly one of the two, and the other has a clearly larger regret. If
-    the record has the other instead, it is a hit. Noise makes at most RARE of such rows hits, whatever other rows
-    showed, so chance names any pair with a probability of at most ALPHA (see `claims`). Rows with the same last four
-    tokens count as one. Both directions need hits in most rows: the scores of one expert alone may have drifted.
+    One expert is clearly worse than another if its regret is larger by _CLEAR. A row counts for a pair if the trainer
+    chose one of the two and the other is clearly worse. It is a hit if the record has the other instead: noise does
+    this in at most RARE of such rows. Both directions need hits in most rows, because the scores of one expert alone
+    may have drifted. A row has a wrong id if it names an expert that is clearly worse than all that the trainer chose:
+    noise does this in fewer than half of the rows. Rows with the same last four tokens count as one. Each of the two
+    tests names something in a healthy canary with a probability of at most ALPHA (see `claims`).
 
     Args:
-        sample, layers: As in `layer_tests`.
-        chosen: int64 [L, S, K], the routers' own choice.
+        routes, chosen, scores, layers: As in `compare_routes`.
+        context: [S], equal for rows with the same last four tokens.
     """
-    regret = sample.regret.numpy()
+    regret = Regret.of(torch.from_numpy(chosen), torch.from_numpy(scores)).each().numpy()
     _, rows, experts = regret.shape
+    _, cluster, size = np.unique(context, return_inverse=True, return_counts=True)
     needed = math.log(len(layers) * experts * (experts - 1) / 2 / ALPHA)
-    _, cluster, size = np.unique(sample.context, return_inverse=True, return_counts=True)
-    problems = []
+    pairs, wrong = [], []
     for index, layer in enumerate(layers):
+        here = regret[index]
         theirs, ours = (np.zeros((rows, experts), bool) for _ in range(2))
-        np.put_along_axis(theirs, sample.ids[index].numpy(), True, 1)
+        np.put_along_axis(theirs, routes[index], True, 1)
         np.put_along_axis(ours, chosen[index], True, 1)
         # [E, E]: rows where only the trainer took the first expert, and only the sampler the second
         moved = (ours & ~theirs).astype(np.float32).T @ (theirs & ~ours)
         for pair in np.argwhere(np.triu((moved > 0) & (moved.T > 0), 1)).tolist():
-            ways = np.array([pair, pair[::-1]]).T
-            (first, second), here = ways, regret[index]
+            first, second = np.array([pair, pair[::-1]]).T  # both directions
             clear = ours[:, first] & ~ours[:, second] & (here[:, second] - here[:, first] >= _CLEAR)  # [S, 2]
             hit = clear & theirs[:, second] & ~theirs[:, first]
             x = np.bincount(cluster, ((0.5 / RARE) * hit - 0.5 * clear).sum(1)) / size
             if (2 * hit.sum(0) > clear.sum(0)).all() and np.log1p(x).sum() >= needed:
                 told = f"in {hit.sum()} of {clear.sum()} rows"
-                problems.append(f"layer {layer} has experts {pair[0]} and {pair[1]} exchanged: {told}")
-    return problems
+                pairs.append(f"layer {layer} has experts {pair[0]} and {pair[1]} exchanged: {told}")
+        worst = np.where(ours, here, -np.inf).max(1)
+        bad = (theirs & ~ours & (here >= worst[:, None] + _CLEAR)).any(1)
+        x = torch.from_numpy(np.bincount(cluster, 1 - 2.0 * bad) / size)
+        if float(log_e(x)) >= math.log(len(layers) / ALPHA):
+            wrong.append(f"layer {layer} has experts that its router would not choose in {bad.sum()} of {rows} rows")
+    return pairs or wrong
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,9 @@ def test_every_layout_routes_the_canary_alike(seen, case):
     # float32: a near tie may fall otherwise, and no more
     assert (np.sort(one["routes"], -1) != np.sort(first["routes"], -1)).any(-1).mean() < 0.005
     np.testing.assert_allclose(one["logprobs"], first["logprobs"], atol=2e-3)
+    np.testing.assert_allclose(one["scores"], first["scores"], atol=1e-2)
+    best = np.sort(np.argsort(-one["scores"], -1)[..., :4], -1)
+    np.testing.assert_array_equal(best, np.sort(one["routes"], -1))
     assert one["heard"]["sync/canary_mismatch"] == 0 and one["heard"]["sync/canary_recorded"] == 1
     assert one["heard"]["sync/canary_power"] == 1 and one["heard"]["sync/canary_abs_diff"] > 1
 

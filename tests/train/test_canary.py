@@ -99,6 +99,10 @@ FAULTS = {
         "layer 4 has (the same experts for every token|rows that match nothing)",
     ),
     "two experts exchanged": (in_layer(6, lambda w: EXCHANGED[w]), "layer 6 has experts 5 and 9 exchanged"),
+    "a wrong id in every row": (
+        in_layer(3, lambda w: np.column_stack((w[:, :3], [min({*range(32)} - {*row.tolist()}) for row in w]))),
+        r"layer 3 has experts that its router would not choose in 1\d\d of 245 rows",
+    ),
     "another model": (
         lambda w: np.argsort(np.random.default_rng(9).random((*w.shape[:2], 32)), -1)[..., :4],
         "rows that match nothing that was tried",

@@ -53,14 +53,21 @@ def run(layout, path, out):
     store = TraceStore(out / "trace")
     (out / "trace").mkdir(exist_ok=True)
     canary = Canary(runs, store, spec)
-    logprobs, routes = own = canary.natively(policy, 3)
+    own = canary.natively(policy, 3)
+    routes = own.chosen
     swapped = routes[[0, 2, 1, *range(3, len(routes))]]
     heard = canary.compare(own, Recorded(store, out, spec, routes, 3) if dist.get_rank() == 0 else None, 3)
-    seen = {"logprobs": logprobs, "routes": routes, "heard": heard.metrics(), "shards": store.shards()}
+    seen = {
+        "logprobs": own.logprobs,
+        "routes": routes,
+        "scores": own.scores,
+        "heard": heard.metrics(),
+        "shards": store.shards(),
+    }
     if dist.get_rank() == 0:
         try:
             canary.score(Recorded(store, out, spec, swapped, 3), 3)
-            canary._heard(logprobs, routes, 3, 0.0)
+            canary._heard(own, 3, 0.0)
         except WeightSyncError as error:
             seen |= {"said": str(error), "kept": store.shards()}
             store.remove(*store.shards())
