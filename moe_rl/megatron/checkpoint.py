@@ -97,7 +97,7 @@ def load(path: Path, policy: Policy, *, parallel: ParallelConfig, seed: int, fie
     return {**state, "seeded": True}
 
 
-def load_start(path: Path, policy: Policy, *, optimizer: bool) -> None:
+def load_start(path: Path, policy: Policy, *, optimizer: bool) -> dict:
     """Give a new run the weights of another run's checkpoint. All ranks call this together.
 
     Random generators, the count of updates and the learning rate stay those of a new run.
@@ -105,6 +105,9 @@ def load_start(path: Path, policy: Policy, *, optimizer: bool) -> None:
     Args:
         optimizer: Also take float32 weights, Adam's moments, and the count of updates for their bias correction.
             Otherwise the optimizer starts from the weights that the forward passes used.
+
+    Returns:
+        As `load`.
 
     Raises:
         CheckpointError: As `load`.
@@ -120,6 +123,7 @@ def load_start(path: Path, policy: Policy, *, optimizer: bool) -> None:
                 optimizer_slices.begin(owner)  # Adam holds the main weights, which begin as the model's
         policy.optimizer.reload_model_params()
     policy.moves += 1
+    return state
 
 
 def _restore(path: Path, policy: Policy, optimizer_step: int, pieces: Pieces) -> None:

@@ -184,6 +184,12 @@ class Microbatch:
         """Return float32 [units] of each packed sequence: the advantages as the loss gets them."""
         return np.split(self.advantages.cpu().numpy(), np.cumsum(self.units)[:-1]) if self.units else []
 
+    def labelled(self, sequences: Seq[Sequence]) -> list[bool]:
+        """Return for each packed sequence whether its tokens have their own units of the loss and weight versions."""
+        right = self.sequence_ids.cpu().numpy() == _units(sequences)[0]
+        right &= self.versions.cpu().numpy() == _versions(sequences)
+        return [bool(of.all()) for of in np.split(right, np.cumsum(self.counts)[:-1])] if self.counts else []
+
     def seals(self, sequences: Seq[Sequence]) -> list[str]:
         """Return the seal of each packed sequence, see `types.seal_of`, made from what the loss gets.
 
@@ -276,6 +282,25 @@ class Microbatch:
         )
 
 
+def _units(sequences: Seq[Sequence]) -> tuple[np.ndarray, list[int]]:
+    """Return `sequence_ids` and `units` of a microbatch of these sequences."""
+    ids, begins, units = [np.empty(0, np.int64)], dict[str, int](), list[int]()
+    for sequence in sequences:
+        done = sum(units)
+        if sequence.turns:
+            ids.append(np.repeat(np.arange(done, done + len(sequence.turns)), [turn.tokens for turn in sequence.turns]))
+        else:
+            ids.append(np.full(len(sequence.token_ids), begins.setdefault(sequence.together, done)))
+        units.append(len(sequence.turns) or 1)
+    return np.concatenate(ids), units
+
+
+def _versions(sequences: Seq[Sequence]) -> np.ndarray:
+    """Return int64 [N], the version of the weights that sampled each token."""
+    spans = [span for sequence in sequences for span in sequence.versions]
+    return np.repeat(np.array([span.weight_version for span in spans], np.int64), [span.tokens for span in spans])
+
+
 def pack(
     sequences: Seq[Sequence],
     indices: Seq[int] | None = None,
@@ -310,19 +335,14 @@ def pack(
     lengths = padded_lengths([s.forwarded for s in chosen], context[1], multiple)
     starts = np.cumsum((0, *lengths))
     tokens, is_real = np.zeros(starts[-1], np.int64), np.zeros(starts[-1], bool)
-    targets, sequence_ids, predicts = (np.empty(sum(len(s.token_ids) for s in chosen), np.int64) for _ in range(3))
-    done, begins, units = 0, dict[str, int](), list[int]()
+    targets, predicts = (np.empty(sum(len(s.token_ids) for s in chosen), np.int64) for _ in range(2))
+    sequence_ids, units = _units(chosen)
+    done = 0
     for sequence, start in zip(chosen, starts, strict=False):
         end, completion = start + sequence.forwarded, slice(done, done + len(sequence.token_ids))
         tokens[start:end] = sequence.ids[:-1]
         is_real[start:end] = True
         targets[completion] = sequence.token_ids
-        if sequence.turns:
-            sizes = [turn.tokens for turn in sequence.turns]
-            sequence_ids[completion] = np.repeat(np.arange(sum(units), sum(units) + len(sizes)), sizes)
-        else:
-            sequence_ids[completion] = begins.setdefault(sequence.together, sum(units))
-        units.append(len(sequence.turns) or 1)
         predicts[completion] = start + sequence.positions - 1
         done = completion.stop
 
@@ -335,9 +355,6 @@ def pack(
     predicts = here[predicts]
     predicted = np.flatnonzero(predicts >= 0)
     logprobs = np.concatenate([np.empty(0, np.float32), *(s.rollout_logprobs for s in chosen)])
-    spans = [span for s in chosen for span in s.versions]
-    versions = np.repeat(np.array([s.weight_version for s in spans], np.int64), [s.tokens for s in spans])
-
     on_device = partial(to_device, device=device)
     return Microbatch(
         tokens=on_device(tokens[None, own]),
@@ -354,7 +371,7 @@ def pack(
         counts=tuple(len(s.token_ids) for s in chosen),
         units=tuple(units),
         rollout_logprobs=on_device(logprobs.astype(np.float32)),
-        versions=on_device(versions),
+        versions=on_device(_versions(chosen)),
         head_logprobs=None if not heads else on_device(np.concatenate([h.logprobs for h in heads]).T),
         advantages=torch.full((sum(units),), torch.nan, device=device),
         indices=tuple(indices),

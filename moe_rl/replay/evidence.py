@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import Literal
 
 import torch
 
@@ -95,24 +96,24 @@ def refuse_misapplied(pairs: list[str], checked: int, faded: Seq[tuple[int, int,
         )
 
 
-def refuse_other_sums(tables: Seq[MicrobatchRoutes], dispatched: Seq[int], read: Seq[int], where: About) -> None:
+def refuse_other_sums(
+    tables: Seq[MicrobatchRoutes], sums: Seq[int], what: Literal["read", "dispatched"], where: About
+) -> None:
     """Refuse sequences whose routes differ from those that left the sampler's engine.
 
     Args:
-        dispatched, read: Sums of all sequences that have a known source, in the order of the tables.
+        sums: Sums of all sequences that have a known source, in the order of the tables, over all ranks that share
+            them.
+        what: What the routes were when they were summed.
     """
     known = [table for table in tables if table.source is not None]
     names = [name for table in known for name in table.names[: len(table.source or ())]]
     source = [checksum for table in known for checksum in table.source or ()]
-    for sums, what, do in (
-        (read, "read", "look for what changes the trace between the recorder and the trainer"),
-        (
-            dispatched,
-            "dispatched",
-            "look on the other ranks that share these sequences for what changes the routing map",
-        ),
-    ):
-        check_source(names, sums, source, where=where, what=what, do=do)
+    do = {
+        "read": "look for what changes the trace between the recorder and the trainer",
+        "dispatched": "look on the other ranks that share these sequences for what changes the routing map",
+    }
+    check_source(names, sums, source, where=where, what=what, do=do[what])
 
 
 def refuse_uncompared(

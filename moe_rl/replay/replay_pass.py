@@ -405,7 +405,8 @@ class ReplayPass:
             seen.tally.applied_mismatch = len(wrong)
             evidence.refuse_misapplied(wrong, seen.tally.applied_checked, self._faded, where)
             evidence.refuse_misplanned(self._misplanned, where)
-            evidence.refuse_other_sums(tables, dispatched, read, where)
+            evidence.refuse_other_sums(tables, read, "read", where)
+            evidence.refuse_other_sums(tables, dispatched, "dispatched", where)
         if self.watch.native and tables:
             numbers = range(len(tables))
             evidence.refuse_uncompared(self._native, numbers, self.layers, where)

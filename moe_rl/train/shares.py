@@ -24,6 +24,7 @@ from moe_rl.planning import packing
 from moe_rl.planning.balance import Plan, load_of, pack_by_load
 from moe_rl.planning.expert_placement import place
 from moe_rl.planning.packing import fill_rounds, row_multiple, split_groups
+from moe_rl.replay.evidence import refuse_other_sums
 from moe_rl.replay.plans import plan_dispatch
 from moe_rl.replay.routes import RowPolicy, missing_rows
 from moe_rl.replay.tables import MicrobatchRoutes
@@ -252,6 +253,11 @@ class Shares:
         with world.agreed():
             shares = self._read(updates, plans, weight_version)
         tables = [work.table for share in shares for work in share.work]
+        # Before any update, also if no pass will take the routes.
+        known = [table.read for table in tables if table.source is not None]
+        read = world.sum_over_share(torch.cat(known)).tolist() if known else []
+        with world.agreed():
+            refuse_other_sums(tables, read, "read", {})
         return shares, {
             **self._loads(tables, sequences, placement),
             "routing/dropped_sequences": dropped,

@@ -13,14 +13,15 @@ A completion is sealed when it is made, and a verdict's digest is made when its 
 tensors of the loss: those of the later updates before the first one, and those of each update after its gradient is
 computed and before the optimizer moves a weight. All digests are made on the host.
 
-Also checks what only the first update of a run can show: sampler, trainer and reference have the same weights.
+Also checks in a process's first update that sampler and trainer have one temperature, and in a run's first that the
+reference has the policy's weights.
 
 Both checks compare values from the run's own passes, so a correct setting that has no effect is noticed too.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -65,8 +66,8 @@ def check_reference(policy: Policy, reference: ReferencePolicy) -> None:
     """
     with world.agreed("reference policy"):
         for chunk, other in zip(policy.chunks, reference.chunks, strict=True):
-            of_reference = dict(other.named_parameters())
-            for name, weight in chunk.named_parameters():
+            of_reference = dict(_weights(other))
+            for name, weight in _weights(chunk):
                 name = name.removeprefix("module.")
                 if not torch.equal(weight, of_reference[name]):
                     raise ReplayError(
@@ -79,8 +80,14 @@ def check_reference(policy: Policy, reference: ReferencePolicy) -> None:
                     )
 
 
+def _weights(chunk: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters, and the biases of the experts, which no gradient moves."""
+    biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")]
+    return [*chunk.named_parameters(), *biases]
+
+
 class TemperatureProbe:
-    """Scores some of the first update's tokens at two temperatures: the config's, and 1, or 2 if the config's is 1.
+    """Scores tokens of a process's first update at two temperatures: the config's, and 1, or 2 if the config's is 1.
 
     The passes take the same routes as the update. All ranks create it together, and call `check` together.
     """
@@ -122,7 +129,7 @@ class TemperatureProbe:
     def _wrong(self, what: str) -> ReplayError:
         return ReplayError(
             what,
-            where={"key": "rollout.temperature", "update": 0},
+            where={"key": "rollout.temperature"},
             got=f"other values at temperature {self.temperature:g} than in the update",
             expected=f"{self.temperature:g} on both sides",
             do="look for a pass that does not divide its logits by the temperature",
@@ -179,7 +186,7 @@ def check_update(share: Share, calls: Mapping[int, int] | None = None) -> None:
 
     Raises:
         ReplayError: A sequence did not enter the loss exactly once, or entered it with tokens, log-probabilities,
-            places or advantages that are not its own. Raised on all ranks, naming the sequence.
+            places, weight versions or advantages that are not its own. Raised on all ranks, naming the sequence.
     """
     place = {sequence.key: index for index, sequence in enumerate(share.all)}
     counts, wrong = (np.zeros(len(share.all)) for _ in range(2))
@@ -189,10 +196,12 @@ def check_update(share: Share, calls: Mapping[int, int] | None = None) -> None:
         for sequence in packed:
             counts[place[sequence.key]] += 1 if calls is None or not computes else calls.get(number, 0)
         if computes:
-            seals, credit = work.microbatch.seals(packed), work.microbatch.given_advantages()
-            for sequence, seal, advantages in zip(packed, seals, credit, strict=True):
+            microbatch = work.microbatch
+            seen = (microbatch.seals(packed), microbatch.given_advantages(), microbatch.labelled(packed))
+            for sequence, seal, advantages, labelled in zip(packed, *seen, strict=True):
                 expected = np.asarray(share.credit[sequence.key], np.float32)
-                if seal != sequence.seal or not np.array_equal(advantages, expected, equal_nan=True):
+                credited = np.array_equal(advantages, expected, equal_nan=True)
+                if seal != sequence.seal or not credited or not labelled:
                     wrong[place[sequence.key]] += 1
     ranks = dist.get_world_size() // world.data_parallel()[1]  # that work on the same sequences
     reduced = np.array(world.all_reduce([*counts, *wrong])).reshape(2, -1)
@@ -211,8 +220,8 @@ def check_update(share: Share, calls: Mapping[int, int] | None = None) -> None:
             "an update learned from something other than what was sampled and judged",
             where={"request": other[0]},
             got=f"{len(other)} of {len(share.all)} sequences: {first_of(other)}",
-            expected="the sampled tokens with their log-probabilities, each predicted by the row before it, and "
-            "the advantage of its sequence",
+            expected="the sampled tokens with their log-probabilities and weight versions, each predicted by the row "
+            "before it, and the advantage of its sequence",
             do=f"{_REPORT}, or a loss mask that is shifted",
             fault="not as sampled",
         ).by_all()
@@ -240,6 +249,8 @@ class TrainStep:
         self.views: dict[str, list[View]] = {}  # what the ranks saw of the last step's samples
         self.work: list[Work] = []  # of the step that runs, with the routes to replay
         self._trained: dict[int, list[str]] = {}  # keys of what the last steps trained on, by step
+        self._rates = deque[float](maxlen=config.pipeline.lag + 1)  # learning rates of the last steps
+        self._probed = False  # whether this process has checked the temperature
 
     def run(
         self,
@@ -268,13 +279,13 @@ class TrainStep:
         """
         replay, objective, policy = self.config.replay.mode, self.config.objective, self.policy
         self.work, shown = [], Shown()
+        self._rates.append(policy.lr or self.config.train.optimizer.lr)
         check_batch(sequences, group_ids, [key for past, keys in self._trained.items() if past != step for key in keys])
         # The first update's forward pass runs on the step's starting weights. So it also gives the old logprobs of its
         # own sequences, unless these, or the routes that r2 records in such a pass, are needed before it.
         own_old = objective.old_logprobs == "trainer" and replay != "r2" and not objective.needs_old_first
-        first, probe = policy.updates == 0, None
         unmoved = (policy.placement == natural_order(*policy.placement.shape)).all()  # as the reference's experts
-        if first and unmoved and isinstance(self.reference, ReferencePolicy) and policy.moves == 0:
+        if policy.updates == policy.moves == 0 and unmoved and isinstance(self.reference, ReferencePolicy):
             check_reference(policy, self.reference)
         with clock("placement"):
             placement = self.placement.start_step(step, sequences)
@@ -312,8 +323,10 @@ class TrainStep:
                 shown.native = mismatch_of(scored.pairs), scored.seen.tally
             if self.reference is not None:
                 self.reference.score(work)
-            if first:
+            probe = None
+            if not self._probed:
                 probe = TemperatureProbe(policy, shares[0].work, mode, self.config.rollout.temperature)
+                self._probed = True
         credit = give_credit(objective, sequences, group_ids, shares)
         with clock("train"):
             for share in shares[1:]:  # a fault in a later one must not show after the first has moved the weights
@@ -357,7 +370,7 @@ class TrainStep:
             places,
             world.device(),
             groups=self.policy.facts.groups,
-            moves=(self.policy.lr or self.config.train.optimizer.lr) * self.config.train.updates_per_step,
+            moves=max(self._rates) * self.config.train.updates_per_step,
             history=self.histories[update],
         )
 

@@ -227,7 +227,9 @@ class Trainer:
         if start.from_run is None:
             return
         path = checkpoint_folder.find(start.from_run / checkpoint_folder.FOLDER, start.from_step)
-        checkpoint.load_start(path, self.policy, optimizer=start.from_optimizer)
+        state = checkpoint.load_start(path, self.policy, optimizer=start.from_optimizer)
+        if start.from_optimizer:
+            checkpoint.check_optimizer(path, self.policy, state["optimizer"])
         if self.main is not None:
             what = "weights and optimizer" if start.from_optimizer else "weights"
             self.main.log.note(f"version 0: the {what} of {path}")

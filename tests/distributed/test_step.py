@@ -240,6 +240,17 @@ def test_the_routes_of_each_update_are_tested_before_it(on_ranks, checkpoint, tm
         assert on_ranks(2, judged, old, plan, checkpoint, tmp_path) == [tests, tests]
 
 
+@pytest.mark.parametrize("replay", ["r3", "r2", "off"])
+def test_routes_of_a_later_update_that_were_misread_are_named_before_any_pass(on_ranks, checkpoint, tmp_path, replay):
+    """No rank reads all layers of a sequence, so only all together know its sum."""
+    overrides = ["parallel.pipeline=2", "parallel.expert=1", "train.updates_per_step=2", f"replay.mode={replay}"]
+    old = "trainer" if replay == "r2" else "sampler"
+    plan = {"overrides": [*overrides, f"objective.old_logprobs={old}"], "misread": [len(LENGTHS) - 1]}
+    for said, _ in on_ranks(2, one, replay, plan, checkpoint, tmp_path):
+        assert said.startswith("ReplayError: the routes as they were read are not those that left the sampler's engine")
+        assert "other sums for 1 of" in said and "[0 passes]" in said
+
+
 @pytest.mark.parametrize("case", ["by-length", "by-load"])
 def test_the_peak_of_a_step_is_what_plan_says_of_its_trace(steps, checkpoint, case):
     overrides = [f"model.path={checkpoint}", "train.microbatch_tokens=40", "train.dtype=float32"]

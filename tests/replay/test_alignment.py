@@ -386,8 +386,8 @@ def test_the_passes_of_a_chain_share_shape_model_and_history(monkeypatch):
     made, histories = [], []
 
     class Healthy:
-        shape = None
-        varied = staticmethod(lambda: True)
+        shape, lag = None, np.zeros(1)
+        varied, canary = staticmethod(lambda: True), staticmethod(lambda: [])
 
         def judge(self, history):
             histories.append(history)
@@ -403,6 +403,7 @@ def test_the_passes_of_a_chain_share_shape_model_and_history(monkeypatch):
         assert [(seed, step) for _, seed, step in of] == [(chain, step) for step in range(alarms.CHAIN)]
     assert [one is histories[0] for one in histories] == [True] * alarms.CHAIN + [False] * alarms.CHAIN
     assert len({id(one) for one in histories}) == 2 and count.result()["healthy_passes"] == len(made)
+    assert count.guards["canary"]["checks"] == 2  # one in a chain
 
 
 @pytest.mark.long
@@ -522,10 +523,11 @@ def test_a_single_sequence_tells_a_swapped_layer():
     """The canary compares single sequences like this, without the scores."""
     one = Pass(groups=1, siblings=1, completion=200)
     choice = np.argsort(-one.scores, -1)[..., :TOP_K]
-    rows = np.arange(one.record.shape[1])
+    rows = one.record.shape[1]
+    places = RowPlaces.of([np.arange(rows)], [rows], np.ones(rows, bool), slice(None))
 
     def claims(record):
-        sample = LayerSample.of_choice(record, choice, EXPERTS, np.zeros_like(rows), rows)
+        sample = LayerSample.of_choice(record, choice, EXPERTS, places)
         return [judge(tests, History()) for tests in layer_tests(sample, LAYERS, fresh=True)]
 
     assert [claim.status for claim in claims(one.record)] == ["proven", "proven"]

@@ -85,6 +85,8 @@ CHANGES = {
     "a log-probability": lambda one: one.rollout_logprobs[-1].mul_(1.0001),
     "the loss mask one late": lambda one: one.predicts.add_(1),
     "the loss mask one early": lambda one: one.predicts.sub_(1),
+    "the unit of a token": lambda one: one.sequence_ids.copy_(one.sequence_ids.flip(0)),
+    "a weight version": lambda one: one.versions[-1].add_(1),
     "an advantage": lambda one: one.advantages.copy_(one.advantages.flip(0)),
     "the key of another": lambda one: None,
 }

@@ -94,3 +94,10 @@ def test_a_reference_with_other_weights_is_named():
     reference.chunks[0][1].weight.data[1, 2] += 1e-6
     with refused(ReplayError, "1 of 8 elements", tensor="1.weight", fault="reference"):
         check_reference(policy, reference)
+    policy, reference = side(), side()
+    for one in (policy, reference):
+        one.chunks[0].router = torch.nn.Module()
+        one.chunks[0].router.register_buffer("expert_bias", torch.zeros(4))
+    reference.chunks[0].router.expert_bias[3] = 1e-6
+    with refused(ReplayError, "1 of 4 elements", tensor="router.expert_bias", fault="reference"):
+        check_reference(policy, reference)

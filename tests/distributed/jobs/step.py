@@ -15,6 +15,7 @@ from moe_rl.clock import Clock
 from moe_rl.config.load import load_config
 from moe_rl.config.objective import ObjectiveConfig
 from moe_rl.errors import MoeRLError
+from moe_rl.megatron import microbatch as microbatch_module
 from moe_rl.megatron import world
 from moe_rl.megatron.frozen_policy import ReferencePolicy
 from moe_rl.megatron.policy import Policy
@@ -29,6 +30,7 @@ from moe_rl.objectives.logprobs import (
 )
 from moe_rl.proof.batch import batch
 from moe_rl.replay.alignment import Alignment, AlignmentTest
+from moe_rl.replay.routes import microbatch_routes
 from moe_rl.replay.tables import MicrobatchRoutes
 from moe_rl.trace import ShardWriter, TraceSpec, TraceStore, signed
 from moe_rl.trace.spans import versions_of_rows
@@ -184,9 +186,9 @@ def one(name, plan, checkpoint, out):
     plan: {"overrides": [config overrides], "missing": [sequences without routes], "short": [sequences whose first two
     tokens have none], "lost": [sequences whose record is not in the store], "old": [sequences whose prompt, but for its
     last token, older weights routed], "unsupported": [sequences whose last token is not in its own support],
-    "uncounted": [sequences whose last token has no support], "heads": so many other tokens that the sampler found
-    likeliest at each token, "first": only so many sequences, "reward": the same for
-    all, "ahead": score every sequence for the old policy in a pass of its own}.
+    "uncounted": [sequences whose last token has no support], "misread": [sequences whose rows move by one when read],
+    "heads": so many other tokens that the sampler found likeliest at each token, "first": only so many sequences,
+    "reward": the same for all, "ahead": score every sequence for the old policy in a pass of its own}.
     """
     step, ready, groups = made(name, plan, checkpoint, out)
     replay, passes = step.policy._replay, []
@@ -198,8 +200,14 @@ def one(name, plan, checkpoint, out):
     step.policy._replay = replayed
     before = tables_alive()
     ahead = patch.object(ObjectiveConfig, "needs_old_first", True) if plan.get("ahead") else nullcontext()
+    wrong = {ready[number].key for number in plan.get("misread", ())}
+
+    def misread(parts, *given, **options):
+        moved = [replace(part, routes=np.roll(part.routes, 1, 0)) if part.key in wrong else part for part in parts]
+        return microbatch_routes(moved, *given, **options)
+
     try:
-        with ahead:
+        with ahead, patch.object(microbatch_module, "microbatch_routes", misread):
             seen = step.run(ready, groups, step=1, weight_version=VERSION, measure_native=True, clock=Clock())
         assert tables_alive() == before, "a step that has ended keeps its routes on the device"
     except MoeRLError as error:
