@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -139,6 +140,14 @@ def seeds(request) -> range:
 
 
 _COMPARED: dict[str, Rows] = {}
+
+
+@pytest.fixture(autouse=True)
+def no_loss_scale():
+    """Forgets Megatron's scale of the auxiliary loss, which a later test of the process would find in another shape."""
+    yield
+    if (loaded := sys.modules.get("megatron.core.transformer.moe.moe_utils")) is not None:
+        loaded.MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 @pytest.fixture(autouse=True)
