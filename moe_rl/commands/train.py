@@ -57,6 +57,7 @@ and itself exits with 1.
 
 # A rank that torchrun has not ended after this time prints its own error.
 _FIRST_TELLS_SECONDS = 20.0
+_RANKS_OF_A_CORE = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -238,6 +239,15 @@ def _configure(options: argparse.Namespace) -> tuple[Config, RunFolder | None, i
             "training was started without ranks",
             do=f"add --ranks {least}; or, over several machines, run: torchrun --nproc-per-node {least} "
             f"{' '.join(_program())}",
+        )
+    most = _RANKS_OF_A_CORE * len(os.sched_getaffinity(0))
+    if not options.plan and options.ranks > most:
+        raise ConfigError(
+            "would start too many processes on this machine",
+            where={"option": "--ranks"},
+            got=options.ranks,
+            expected=f"at most {most}, {_RANKS_OF_A_CORE} for each processor core",
+            do="start ranks on several machines with torchrun; --plan takes any number",
         )
     planned = config.cluster.gpus if config.cluster is not None else least_ranks(config.parallel)
     return config, folder, options.ranks or planned

@@ -365,6 +365,19 @@ def test_the_console_command_is_named_to_torchrun_as_a_module(script, capsys, mo
     assert f"torchrun --nproc-per-node 2 -m moe_rl train --config {CONFIG}" in capsys.readouterr().err
 
 
+def test_more_ranks_than_a_machine_can_hold_are_refused_before_they_start(capsys, monkeypatch):
+    from moe_rl.commands import launch, train
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(train.os, "sched_getaffinity", lambda pid: range(2))
+    monkeypatch.setattr(launch, "start", lambda ranks, *given: ranks)
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    asked = [train.run(parser.parse_args(["--config", CONFIG, "--ranks", ranks])) for ranks in ("32", "33")]
+    assert asked == [32, 2] and "got 33, expected at most 32, 16 for each processor core" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["train", "plan"])
 def test_the_prompts_of_a_new_run_have_the_day_that_its_folder_will_have(tmp_path, monkeypatch, verb):
     """An earlier run has kept its prompts beside the file, with the day on which it began."""
