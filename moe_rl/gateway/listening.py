@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import select
 import socket
@@ -17,6 +18,8 @@ from moe_rl.rollout.sampler import nobody
 _UNREAD_SECONDS = 60
 # Seconds for replies in flight at shutdown.
 _LEAVE_SECONDS = 3
+# A client that has not sent the head of its first request by then is cut off: each connection takes a file.
+_SILENT_SECONDS = 60
 # How long a connection stays open between two requests. A client that sends a request just as the server closes gets no
 # answer, so this is longer than clients and balancers keep connections: aiohttp 15 s, or 75 s and more if configured;
 # Go and reqwest 90 s; balancers 60 to 600 s. At shutdown idle connections are closed at once.
@@ -71,8 +74,10 @@ class Connection:
 
     app: Any
     cycle: Any
+    loop: asyncio.AbstractEventLoop
     transport: Any
     on_hang_up: Callable[[], None] = nobody
+    _silent: asyncio.TimerHandle
 
     def __init__(self, *args: Any, **more: Any):
         super().__init__(*args, **more)
@@ -84,6 +89,15 @@ class Connection:
             await app(scope, receive, send)
 
         self.app = serve
+
+    def connection_made(self, transport: Any) -> None:
+        """Handle a new connection."""
+        super().connection_made(transport)  # type: ignore[misc]
+        self._silent = self.loop.call_later(_SILENT_SECONDS, self._cut_off)
+
+    def _cut_off(self) -> None:
+        if self.cycle is None:  # no request has begun
+            self.transport.close()
 
     @property
     def hung_up(self) -> bool:
@@ -97,6 +111,7 @@ class Connection:
     def connection_lost(self, exc: Exception | None) -> None:
         """Handle the end of the connection. exc: a client that closes it with unread bytes resets it."""
         super().connection_lost(exc)  # type: ignore[misc]
+        self._silent.cancel()
         if self.cycle is not None and (exc is not None or not self.cycle.response_complete):
             self.on_hang_up()
 

@@ -179,6 +179,24 @@ def test_a_client_that_never_reads_is_cut_off(folder, monkeypatch):
     assert sampled(played(folder, play, *["x" * 30_000] * 3, ONE))[3:] == [(False, "stop")]
 
 
+@pytest.mark.parametrize("sent", [b"", b"POST /s/", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+def test_a_client_that_sends_no_request_is_cut_off(folder, monkeypatch, sent):
+    monkeypatch.setattr(listening, "_SILENT_SECONDS", 0.5)
+
+    async def play(running, opened, client):
+        address = running.url.removeprefix("http://").split(":")
+        read, write = await asyncio.open_connection(address[0], int(address[1]))
+        write.write(sent)
+        assert await asyncio.wait_for(read.read(), 20) == b""
+        with raw(running, opened) as slow:  # a request that has begun may take longer
+            await quiet(opened.session)
+            await asyncio.sleep(0.6)
+            assert slow.recv(12) == b"HTTP/1.1 200"
+        write.close()
+
+    sampled(played(folder, play, ONE))
+
+
 def raw(running, opened, *, body=None, **headers) -> socket.socket:
     """Send a request on a connection of its own, and leave the reply unread."""
     address = running.url.removeprefix("http://").split(":")
