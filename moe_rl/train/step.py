@@ -21,7 +21,7 @@ Both checks compare values from the run's own passes, so a correct setting that 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -249,7 +249,6 @@ class TrainStep:
         self.views: dict[str, list[View]] = {}  # what the ranks saw of the last step's samples
         self.work: list[Work] = []  # of the step that runs, with the routes to replay
         self._trained: dict[int, list[str]] = {}  # keys of what the last steps trained on, by step
-        self._rates = deque[float](maxlen=config.pipeline.lag + 1)  # learning rates of the last steps
         self._probed = False  # whether this process has checked the temperature
 
     def run(
@@ -279,7 +278,6 @@ class TrainStep:
         """
         replay, objective, policy = self.config.replay.mode, self.config.objective, self.policy
         self.work, shown = [], Shown()
-        self._rates.append(policy.lr or self.config.train.optimizer.lr)
         check_batch(sequences, group_ids, [key for past, keys in self._trained.items() if past != step for key in keys])
         # The first update's forward pass runs on the step's starting weights. So it also gives the old logprobs of its
         # own sequences, unless these, or the routes that r2 records in such a pass, are needed before it.
@@ -370,7 +368,7 @@ class TrainStep:
             places,
             world.device(),
             groups=self.policy.facts.groups,
-            moves=max(self._rates) * self.config.train.updates_per_step,
+            moves=(self.policy.lr or self.config.train.optimizer.lr) * self.config.train.updates_per_step,
             history=self.histories[update],
         )
 
