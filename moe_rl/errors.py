@@ -200,9 +200,14 @@ class MoeRLError(Exception):
 
     everywhere: whether every rank raises an error here: this one, or one that says why another rank raised it. The
     ranks may then continue together.
+    kind: type of the error, or of that of another rank, if this one says why that rank raised it.
     """
 
     everywhere = False
+    kind = "MoeRLError"
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = cls.__name__
 
     def __init__(self, what: str = "", **parts: Unpack[Parts]):
         """what: a whole message, or the problem if there are parts: see `describe`."""

@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--reads-text", action="store_true", help="load the tokenizer, for requests with stop strings (rollout.stop)")
     add("--host", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=int, default=0, help="port (default: a free one)")
+    add("--port", type=_port, default=0, help="port (default: a free one)")
     add(
         "--token-file",
         type=Path,
@@ -101,11 +101,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--master-addr", metavar="A", help="address of node 0, as the others reach it (--nnodes)")
     add(
         "--master-port",
-        type=int,
+        type=_port,
         metavar="P",
         help=f"port of node 0 for its nodes, which also need the next one (default with --nnodes: {PORT})",
     )
     add("--json", type=Path, metavar="FILE", help="file written when the server listens, with its url, pid, ...")
+
+
+def _port(value: str) -> int:
+    if not value.isdecimal() or int(value) > 65535:
+        raise argparse.ArgumentTypeError(f"got {value}, expected a port from 0 to 65535")
+    return int(value)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -376,12 +376,13 @@ def agreed(what: str = "recorded routes of its sequences") -> Iterator[None]:
     if not who:
         return
     rank = int(who) - 1
-    mine = None if refused is None else _Refusal(str(refused), refused.message.fault, dict(refused.about))
+    mine = None if refused is None else _Refusal(refused.kind, str(refused), refused.message.fault, dict(refused.about))
     refusal = broadcast(mine, _Refusal, rank)
     if refused is None:
         message = describe(f"another rank refused the {what}", got=f"rank {rank}: {refusal.text}", fault=refusal.fault)
         message.about = refusal.about
         refused = ReplayError(message)
+        refused.kind = refusal.kind
     refused.everywhere = True
     raise refused
 
@@ -390,6 +391,7 @@ def agreed(what: str = "recorded routes of its sequences") -> Iterator[None]:
 class _Refusal:
     """Holds what a rank tells the others about its error."""
 
+    kind: str
     text: str
     fault: str
     about: dict[Fact, int | str]

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
+from moe_rl.errors import DataError, first_of
 from moe_rl.models.hf import ModelFacts, expected_tensors, read_model
 from moe_rl.proof.batch import batch, quiet
 
@@ -50,9 +52,14 @@ class IndependentModel:
         self.facts = read_model(checkpoint)
         # transformers has no sdpa attention with sinks.
         attention = "eager" if self.facts.sinks else "sdpa"
-        self.model = AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype=torch.float32, attn_implementation=attention
-        )
+        try:
+            self.model, loaded = AutoModelForCausalLM.from_pretrained(
+                checkpoint, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+            )
+        except (SafetensorError, OSError) as error:
+            raise DataError("weights cannot be read", where={"folder": checkpoint}, got=error) from error
+        if missing := sorted(loaded["missing_keys"]):
+            raise DataError("weights are missing", where={"folder": checkpoint}, got=first_of(missing))
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(weights or dtype).to(dtype)
         self.routers: list[torch.Tensor] = [torch.empty(0)] * len(self.facts.moe_layers)

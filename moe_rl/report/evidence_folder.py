@@ -80,6 +80,7 @@ class Evidence:
     Attributes:
         step: the step in which the run ended.
         what: name of the fault.
+        time: when it ended, in seconds since 1970.
         error, message: type and text of the error.
         version: the trainer's weight version in its passes. updates: number of its updates since.
         lr: learning rate of the last update; None before the first.
@@ -107,6 +108,7 @@ class Evidence:
     trainer_dtype: str
     sampler_dtype: str
     sampler_weights: str
+    time: float = 0.0
     weights: list[KeptWeights] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     sequences: list[KeptRows] = field(default_factory=list)
@@ -115,7 +117,17 @@ class Evidence:
 def folders(run: Path) -> list[Path]:
     """Return the folders with evidence of a run, oldest first."""
     candidates = (file.parent for file in (run / FOLDER).glob(f"*/{_FILE}"))
-    return sorted((path for path in candidates if not path.name.startswith(".")), key=lambda path: path.stat().st_mtime)
+    return sorted((path for path in candidates if not path.name.startswith(".")), key=_made)
+
+
+def _made(folder: Path) -> tuple[float, float]:
+    """Return when evidence was made, first as it says itself: files of a copied run have other times. Damaged evidence
+    counts as oldest."""
+    changed = folder.stat().st_mtime
+    try:
+        return read(folder).time, changed
+    except DataError:
+        return 0.0, changed
 
 
 def size_of(folder: Path) -> int:
@@ -129,9 +141,10 @@ def name_of(step: int, what: str) -> str:
 
 
 def begin(run: Path, name: str) -> Path:
-    """Make and return a hidden folder to write evidence into."""
+    """Make and return a hidden folder to write evidence into. Hidden folders that a killed process left are removed."""
+    for left in (run / FOLDER).glob(".*.tmp"):
+        abandon(left)
     hidden = run / FOLDER / f".{name}.tmp"
-    abandon(hidden)
     hidden.mkdir(parents=True)
     return hidden
 
@@ -186,11 +199,28 @@ def read_rows(folder: Path, evidence: Evidence) -> list[dict[str, np.ndarray]]:
     except (OSError, SafetensorError) as error:
         raise DataError("evidence cannot be read", where={"file": folder / _ROWS}, got=error) from error
     numbers = range(len(evidence.sequences))
-    return [{what: arrays[name] for what in ARRAYS if (name := f"{number}/{what}") in arrays} for number in numbers]
+    rows = [{what: arrays[name] for what in ARRAYS if (name := f"{number}/{what}") in arrays} for number in numbers]
+    for sequence, of in zip(evidence.sequences, rows, strict=True):
+        rows_of = {len(array) - (what == "tokens") for what, array in of.items()}
+        if "tokens" not in of or len(rows_of) != 1:
+            got = ", ".join(f"{what} {array.shape}" for what, array in of.items()) or "no arrays"
+            raise DataError(
+                "arrays of the evidence are missing or have a wrong length",
+                where={"file": folder / _ROWS, "request": sequence.key},
+                got=got,
+            )
+    return rows
 
 
 def lines(run: Path) -> list[str]:
     """Return a line for each folder with evidence of a run."""
     from moe_rl.report.format import binary
 
-    return [f"evidence: {path}, {binary(size_of(path))}: {read(path).message.splitlines()[0]}" for path in folders(run)]
+    listed = []
+    for path in folders(run):
+        try:
+            what = read(path).message.splitlines()[0]
+        except DataError as error:
+            what = str(error)
+        listed.append(f"evidence: {path}, {binary(size_of(path))}: {what}")
+    return listed

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from moe_rl import checkpoint_folder as checkpoints
 from moe_rl.config.schema import Config
-from moe_rl.errors import MoeRLError, TraceError
+from moe_rl.errors import CheckpointError, MoeRLError, TraceError
 from moe_rl.megatron import world
 from moe_rl.megatron.cpu import without_mode
 from moe_rl.megatron.microbatch import Work
@@ -168,7 +169,8 @@ class _Keeping:
         self.evidence = Evidence(
             step=step,
             what=_NAMES.get(fault, fault),
-            error=type(error).__name__,
+            time=time.time(),
+            error=error.kind,
             message=str(error),
             version=version,
             updates=updates,
@@ -201,7 +203,13 @@ class _Keeping:
         try:
             followed = self._follow([tokens for _, tokens in begun.runs])
             applied = self._applied({key: len(tokens) - 1 for key, tokens in begun.runs})
-            weights = self._write_weights(hidden)
+            try:
+                weights = self._write_weights(hidden)
+            except CheckpointError as failure:  # raised on all ranks; the rows alone may decide
+                weights = []
+                self.evidence.left_out.append(f"the trainer's weights: {failure}")
+                if first:
+                    evidence_folder.abandon(hidden / evidence_folder.WEIGHTS)
             if first:
                 with self._failing(begun):
                     self._write(hidden, chosen, followed, applied, weights)

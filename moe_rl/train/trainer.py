@@ -18,7 +18,7 @@ from moe_rl import checkpoint_folder
 from moe_rl.clock import Clock
 from moe_rl.config.check_cluster import overlap_problem
 from moe_rl.config.schema import Config
-from moe_rl.errors import CollapseError, ConfigError, Stopped
+from moe_rl.errors import CollapseError, ConfigError, MoeRLError, Stopped
 from moe_rl.gateway.session_sequences import check_trained
 from moe_rl.megatron import checkpoint, world
 from moe_rl.megatron.adapters import without_adapters
@@ -274,8 +274,13 @@ class Trainer:
             sent = self.sender.send(engine, version, beside=score)
         with self.evidence.of(version, version, lambda: of_canary(self.canary, version)), without_mode():
             heard = self.canary.compare(native[0], engine, version, exact=exact)
-        with self.evidence.of(version, version, lambda: of_canary(self.canary, version, heard.by), alike=True):
-            guards.after_sync(version, heard)
+        by = heard.by
+        with self.evidence.of(version, version, lambda: of_canary(self.canary, version, by), alike=True):
+            try:
+                guards.after_sync(version, heard)
+            except MoeRLError as error:
+                by = str(error.about.get("sampler", by))
+                raise
         return {"sync/bytes": sent} | heard.metrics()
 
     def evaluate(self, step: int, *, last: bool) -> str:

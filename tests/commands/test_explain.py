@@ -107,6 +107,23 @@ def planted(tmp_path, models):
     return Planted(tmp_path, models)
 
 
+@pytest.mark.parametrize("damage", ["cut", "without a tensor"])
+def test_damaged_weights_are_named(planted, tmp_path, capsys, damage):
+    folder = tmp_path / "weights"
+    shutil.copytree(planted.sound, folder)
+    file = folder / "model.safetensors"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        tensors = load_file(file)
+        del tensors["model.layers.1.self_attn.q_proj.weight"]
+        save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(FileNotFoundError):  # no findings are written
+        planted.explained(capsys, status=2, weights=[KeptWeights(1, str(folder), True)])
+    said = "weights cannot be read" if damage == "cut" else "got model.layers.1.self_attn.q_proj.weight"
+    assert said in capsys.readouterr().err
+
+
 def test_where_both_engines_are_right_the_check_was_wrong(planted, capsys):
     assert planted.explained(capsys, what="collapse")["verdict"] == "training"
     found = planted.explained(capsys)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
+from moe_rl.errors import ReplayError
 from moe_rl.megatron import world
 from tests.megatron.conftest import TIMEOUT_SECONDS
 
@@ -41,3 +42,14 @@ def test_the_record_of_a_hang_has_the_collectives_of_gloo_and_of_nccl(monkeypatc
     assert json.loads(world.begun_collectives()[1]) == {"gloo": {"entries": [1]}, "nccl": {"entries": [2]}}
     monkeypatch.delattr(recorders, "_dump_nccl_trace_json")
     assert json.loads(world.begun_collectives()[1]) == {"gloo": {"entries": [1]}}
+
+
+def test_an_error_of_another_rank_has_its_type(monkeypatch):
+    """Evidence names it, and `moe-rl explain` decides by it."""
+    refusal = world._Refusal("TraceError", "a record is damaged", "digest", {"request": "s1"})
+    monkeypatch.setattr(world.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(world, "all_reduce", lambda *given: [2.0])
+    monkeypatch.setattr(world, "broadcast", lambda *given: refusal)
+    with pytest.raises(ReplayError, match="got rank 1: a record is damaged") as caught, world.agreed():
+        pass
+    assert (caught.value.kind, ReplayError("x").kind, caught.value.everywhere) == ("TraceError", "ReplayError", True)

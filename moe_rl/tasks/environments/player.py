@@ -96,7 +96,7 @@ class GatewayOwner:
     async def _post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
         try:
             return await self._client.post(self._url + path, json=body)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OverflowError) as error:  # the last for a port above 65,535
             raise EngineError(
                 "the gateway cannot be reached", where={"url": self._url}, got=f"{type(error).__name__}: {error}"
             ) from error
