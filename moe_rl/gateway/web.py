@@ -283,7 +283,7 @@ async def _left(request: Request, error: Exception) -> Response:
 
 async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # the app registers this handler only for these
-    path = re.sub(r"(?<=/s/)[^/]+|[^/]{32,}", "KEY", request.url.path)[:200]  # no message repeats a session's key
+    path = re.sub(r"(?i)(?<=/s/)/*[^/]+|[^/]{32,}", "KEY", request.url.path)[:200]  # no message repeats a session's key
     bad = BadRequest(f"no such route: {request.method} {path}", status=error.status_code, code="not_found")
     return JSONResponse(_error_body(request, bad), bad.status, error.headers)
 

@@ -145,7 +145,9 @@ def test_the_smaller_of_two_limits_to_the_tokens_holds():
         assert openai_dialect.read_chat(json.dumps(BODIES[CHAT] | more).encode()).sampling.max_tokens == 3
 
 
-@pytest.mark.parametrize("path", ["/s/secret/v2/none", "//s//secret"])
+@pytest.mark.parametrize(
+    "path", ["/s/secret/v2/none", "//s//secret", "/S/secret/v1", "/proxy/s/secret/v1", "/v1/" + "secret" * 6]
+)
 def test_an_unknown_route_does_not_repeat_the_key(path):
     scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b"", "server": ("h", 1)}
     request = Request(scope | {"scheme": "http", "root_path": ""})
