@@ -36,9 +36,9 @@ BUDGET = {
     "packing": ("microbatch, before the passes", 1),
     "thread": ("microbatch, in the thread that makes the plans", 0),
     "pass": ("pass", 7),
-    "update": ("update, besides its pass", 18),
+    "update": ("update, besides its pass", 20),
     "norm": ("parameter and update, without TransformerEngine", 1),
-    "step": ("step, of two updates", 39),
+    "step": ("step, of two updates", 44),
 }
 """{level: (what it is counted for, how often the host may wait in it)}."""
 
