@@ -184,17 +184,12 @@ class Microbatch:
         """Return float32 [units] of each packed sequence: the advantages as the loss gets them."""
         return np.split(self.advantages.cpu().numpy(), np.cumsum(self.units)[:-1]) if self.units else []
 
-    def labelled(self, sequences: Seq[Sequence]) -> list[bool]:
-        """Return for each packed sequence whether its tokens have their own units of the loss and weight versions."""
-        right = self.sequence_ids.cpu().numpy() == _units(sequences)[0]
-        right &= self.versions.cpu().numpy() == _versions(sequences)
-        return [bool(of.all()) for of in np.split(right, np.cumsum(self.counts)[:-1])] if self.counts else []
-
     def seals(self, sequences: Seq[Sequence]) -> list[str]:
         """Return the seal of each packed sequence, see `types.seal_of`, made from what the loss gets.
 
-        It is "" for a sequence with a token that is not predicted by the row before its own. The row after the one that
-        predicts a token must be the row that the token is fed to; the last token is not fed.
+        It is "" for a sequence with a token that is not predicted by the row before its own, or has not its own unit of
+        the loss or weight version. The row after the one that predicts a token must be the row that the token is fed
+        to; the last token is not fed.
 
         Args:
             sequences: The packed sequences, in packing order. Tokens in rows of other ranks are taken from these.
@@ -202,18 +197,21 @@ class Microbatch:
         if not sequences:
             return []
         targets = np.array([token for sequence in sequences for token in sequence.token_ids], np.int64)
-        here = self.predicted.cpu().numpy()
-        targets[here] = self.targets.cpu().numpy()
+        integers = (self.predicted, self.targets, self.predicts, self.sequence_ids, self.versions)
+        ends_of = np.cumsum([len(values) for values in integers])[:-1]
+        here, sampled, predicts, units, versions = np.split(torch.cat(integers).cpu().numpy(), ends_of)  # one copy
+        targets[here] = sampled
         whose = np.repeat(np.arange(len(sequences)), self.counts)[here]
         ends = np.cumsum([sequence.forwarded for sequence in sequences])
         run = np.concatenate([np.empty(0, np.int64), *self.fed(sequences)])
-        rows = self.rows[self.predicts.cpu().numpy()]
+        rows = self.rows[predicts]
         begins, last = ends[whose] - np.array([s.forwarded for s in sequences], np.int64)[whose], ends[whose] - 1
         final = here == np.cumsum(self.counts)[whose] - 1  # the last sampled token is not fed
         inside = (begins <= rows) & np.where(final, rows == last, rows < last)
         follows = np.append(run, -1)[np.minimum(rows + 1, len(run))]
         placed = inside & (final | (follows == targets[here]))
-        misplaced = set(whose[~placed].tolist())
+        labelled = (units == _units(sequences)[0]) & (versions == _versions(sequences))
+        misplaced = {*whose[~placed].tolist(), *np.repeat(np.arange(len(sequences)), self.counts)[~labelled].tolist()}
         logprobs, bounds = self.rollout_logprobs.cpu().numpy(), np.cumsum(self.counts)[:-1]
         contents = zip(np.split(targets, bounds), np.split(logprobs, bounds), strict=True)
         pairs = enumerate(zip(sequences, contents, strict=True))

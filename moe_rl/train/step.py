@@ -196,12 +196,10 @@ def check_update(share: Share, calls: Mapping[int, int] | None = None) -> None:
         for sequence in packed:
             counts[place[sequence.key]] += 1 if calls is None or not computes else calls.get(number, 0)
         if computes:
-            microbatch = work.microbatch
-            seen = (microbatch.seals(packed), microbatch.given_advantages(), microbatch.labelled(packed))
-            for sequence, seal, advantages, labelled in zip(packed, *seen, strict=True):
+            seals, credit = work.microbatch.seals(packed), work.microbatch.given_advantages()
+            for sequence, seal, advantages in zip(packed, seals, credit, strict=True):
                 expected = np.asarray(share.credit[sequence.key], np.float32)
-                credited = np.array_equal(advantages, expected, equal_nan=True)
-                if seal != sequence.seal or not credited or not labelled:
+                if seal != sequence.seal or not np.array_equal(advantages, expected, equal_nan=True):
                     wrong[place[sequence.key]] += 1
     ranks = dist.get_world_size() // world.data_parallel()[1]  # that work on the same sequences
     reduced = np.array(world.all_reduce([*counts, *wrong])).reshape(2, -1)
